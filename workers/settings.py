@@ -1,0 +1,48 @@
+"""What one worker group needs to know to start; composed by `cluster` from its configuration, frozen from then on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from diptych.contract.limits import Limits
+from diptych.contract.wire import Role
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one worker group (one front, `tensor` × `data` engines).
+
+    model: a folder in Hugging Face's layout (config.json, safetensors, generation_config.json).
+    dtype: of weights and KV cache; auto takes the model's on a GPU and float32 on a CPU.
+    cache_blocks: blocks of the KV cache; 0 takes what `cache_bytes` holds (0 there: measured on a GPU, 1 GiB on a CPU).
+    max_batch: sequences in one step. token_budget: query tokens in one step (chunked prefill's budget).
+    max_context: 0 takes the model's. local_prefill: decode prefills itself what it lacks up to this many tokens.
+    threads: torch threads of each engine. host: the address that listeners bind to and publish.
+    overlap: steps scheduled ahead of the one that runs: 0 on a CPU, 1 on a GPU; -1 picks.
+    send_delay_s: a test hook that slows a sender between two messages.
+    """
+
+    model: str
+    role: Role
+    name: str = ""
+    service: str = "diptych"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    load_format: Literal["auto", "dummy"] = "auto"
+    block_size: int = 16
+    cache_blocks: int = 0
+    cache_bytes: int = 0
+    prefix_cache: bool = True
+    max_batch: int = 64
+    token_budget: int = 512
+    max_context: int = 0
+    max_waiting: int = 1024
+    local_prefill: int = 16
+    threads: int = 2
+    tensor: int = 1
+    host: str = "127.0.0.1"
+    overlap: int = -1
+    message_bytes: int = 4 << 20
+    send_delay_s: float = 0.0
+    limits: Limits = Limits()
