@@ -1,0 +1,208 @@
+"""Attention of one decoder layer: q/k norm, rotary embedding, writing keys and values into pages, paged attention.
+
+The CPU path works on views of the cache: a sequence whose blocks follow each other is never copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from diptych.kernels.batch import Batch
+from diptych.kernels.rms_norm import rms_norm_reference
+from diptych.kernels.rope import Rope
+
+
+def rope_attention(
+    qkv: Tensor,
+    batch: Batch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rope: Rope,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> Tensor:
+    """For each token t of sequence b, at position p:
+
+        q, k, v = split(qkv[t]);  q, k = rms_norm(q, q_norm), rms_norm(k, k_norm)  (when given);  q, k = rotate(q, k, p)
+        k_cache[slot(t)], v_cache[slot(t)] = k, v
+        s_j = scale * q · k_j  for cached j <= p (and j > p - window)
+        s_j = softcap * tanh(s_j / softcap)  (when given)
+        out[t] = Σ softmax(s)_j * v_j
+
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], last dimension contiguous, heads of q first, then k, then v; its
+    contents may be overwritten. k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], any strides but a
+    contiguous last dimension; written at `batch.slots` only. q_norm, k_norm: [head_dim]. Query head h reads KV head
+    h // (heads / kv_heads). Returns [T, heads * head_dim] of qkv's dtype, contiguous. Sequences do not affect each
+    other.
+    """
+    run = rope_attention_reference
+    if qkv.is_cuda:
+        from diptych.kernels.triton.rope_attention import rope_attention as launch
+
+        run = launch
+    return run(
+        qkv, batch, k_cache, v_cache, rope, heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=scale,
+        window=window, softcap=softcap, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
+    )  # fmt: skip
+
+
+def rope_attention_reference(
+    qkv: Tensor,
+    batch: Batch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rope: Rope,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> Tensor:
+    rows = qkv.view(qkv.shape[0], heads + 2 * kv_heads, head_dim)
+    turned, value = rows[:, : heads + kv_heads], rows[:, heads + kv_heads :]
+    if q_norm is not None and k_norm is not None:
+        weight = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
+        turned = rms_norm_reference(turned, weight, norm_eps)
+    turned = _rotate(turned, *_rotary_rows(batch, rope, qkv.dtype))
+    _write(k_cache, batch.slots, turned[:, heads:])
+    _write(v_cache, batch.slots, value)
+    outputs = []
+    for part in _parts(batch, k_cache, window):
+        k, v = _read(k_cache, part), _read(v_cache, part)
+        q = turned[part.first : part.last, :heads]
+        outputs.append(_attend(q, k, v, part, scale, softcap))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One sequence of the batch. first, last: its query tokens. rows: the run of cache rows that it reads, or None when
+    its blocks do not follow each other; then `blocks` are gathered and `skip` rows left out. mask: [Q, S] bool, True is
+    seen, or None where `causal` or a single query says it all."""
+
+    first: int
+    last: int
+    rows: tuple[int, int] | None
+    blocks: Tensor | None
+    skip: int
+    length: int
+    causal: bool
+    mask: Tensor | None
+
+
+def _parts(batch: Batch, cache: Tensor, window: int | None) -> list[_Part]:
+    """The same for all layers that share a window, so it is made in the first of them."""
+    key = ("parts", window)
+    if key not in batch.memo:
+        flat = cache.stride(0) == cache.shape[1] * cache.stride(1)
+        first, parts = 0, []
+        for queries, context, table in zip(batch.query_lens, batch.contexts, batch.tables, strict=True):
+            parts.append(_part(first, queries, context, table, cache.shape[1] if flat else 0, cache, window))
+            first += queries
+        batch.memo[key] = parts
+    return batch.memo[key]  # type: ignore[no-any-return]
+
+
+def _part(
+    first: int, queries: int, context: int, table: tuple[int, ...], flat: int, cache: Tensor, window: int | None
+) -> _Part:
+    """Of a windowed sequence only the rows that its first query still sees are read."""
+    size = cache.shape[1]
+    start = 0 if window is None else max(0, context - queries + 1 - window)
+    used = table[start // size : -(-context // size)]
+    skip = start - start // size * size
+    length = context - start
+    rows, blocks = None, None
+    if flat and all(b - a == 1 for a, b in pairwise(used)):
+        rows = (used[0] * size + skip, used[0] * size + skip + length)
+    else:
+        blocks = torch.tensor(used, device=cache.device)
+    cut = window is not None and length > window
+    causal = queries > 1 and queries == length and not cut
+    mask = None if queries == 1 or causal else _mask(queries, length, window, cache.device)
+    return _Part(first, first + queries, rows, blocks, skip, length, causal, mask)
+
+
+def _mask(queries: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """The last `queries` of `length` positions each see themselves and what is before them, as far as the window."""
+    seen = torch.ones(queries, length, dtype=torch.bool, device=device).tril_(length - queries)
+    return seen if window is None else seen.triu_(length - queries - window + 1)
+
+
+def _read(cache: Tensor, part: _Part) -> Tensor:
+    """[S, kv_heads, head_dim] of the part: a view when its blocks follow each other, else a copy."""
+    if part.rows is not None:
+        return cache.view(-1, *cache.shape[2:])[part.rows[0] : part.rows[1]]
+    assert part.blocks is not None
+    return cache.index_select(0, part.blocks).flatten(0, 1)[part.skip : part.skip + part.length]
+
+
+def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    if cache.stride(0) == cache.shape[1] * cache.stride(1):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
+    else:
+        cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
+
+
+def _rotary_rows(batch: Batch, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of this batch's positions, [T, 1, R], rounded to the activations' dtype."""
+    key = ("rope", id(rope))
+    if key not in batch.memo:
+        tables = (rope.cos, rope.sin)
+        batch.memo[key] = tuple(table.index_select(0, batch.positions).to(dtype).unsqueeze(1) for table in tables)
+    return batch.memo[key]  # type: ignore[no-any-return]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat((_rotate(x[..., :dim], cos, sin), x[..., dim:]), dim=-1)
+    return x.roll(dim // 2, -1).mul_(sin).add_(x * cos)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, softcap: float | None) -> Tensor:
+    """q: [Q, heads, D]; k, v: [S, kv_heads, D]. The queries of a KV head stand side by side: for one query token they
+    become the query length, so that K and V are read once; for more they are heads of one "batch" entry."""
+    queries, heads, dim = q.shape
+    groups = heads // k.shape[1]
+    keys, values = k.transpose(0, 1).unsqueeze(1), v.transpose(0, 1).unsqueeze(1)
+    if queries == 1:
+        grouped = q.view(-1, 1, groups, dim)
+    else:
+        grouped = q.view(queries, -1, groups, dim).permute(1, 2, 0, 3)
+        keys, values = keys.expand(-1, groups, -1, -1), values.expand(-1, groups, -1, -1)
+    if softcap is not None:
+        out = _capped(grouped, keys, values, part, scale, softcap)
+    else:
+        out = functional.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=part.mask, is_causal=part.causal, scale=scale
+        )
+    if queries == 1:
+        return out.reshape(1, heads * dim)
+    return out.permute(2, 0, 1, 3).reshape(queries, heads * dim)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, softcap: float) -> Tensor:
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    mask = _mask(q.shape[2], k.shape[2], None, q.device) if part.causal else part.mask
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    return torch.matmul(scores.softmax(-1), v)
