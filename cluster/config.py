@@ -1,0 +1,236 @@
+"""The service's configuration: one frozen schema for the YAML file and for flags.
+
+Owns which settings exist, their defaults and their order of precedence (defaults, file, convenience flags, `--set`).
+Does not know how workers or routers use them: it only composes each worker group's `WorkerSettings`. What prefill and
+decode must share (model, dtype, block size, context) stands once, in `engine`, so that they cannot be set apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from diptych.contract.errors import ConfigInvalid
+from diptych.contract.limits import Limits
+from diptych.contract.wire import Role
+from diptych.workers.settings import WorkerSettings
+
+Count = Annotated[int, Field(ge=0, le=1024)]
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class ServiceConfig(_Section):
+    """name: of the service, in all that it creates. host, port: of the public gRPC server; port 0 picks a free one.
+
+    replicas: routers, which share the port. model_name: what clients call the model; the folder's name if empty.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "diptych"
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 50051
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    model_name: str = ""
+
+
+class EngineConfig(_Section):
+    """What every worker of the service shares; see `WorkerSettings` for each field."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    block_size: Annotated[int, Field(ge=1, le=256)] = 16
+    max_context: NotNegative = 0
+    prefix_cache: bool = True
+    overlap: Annotated[int, Field(ge=-1, le=1)] = -1
+    message_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
+    host: str = "127.0.0.1"
+
+
+class GroupConfig(_Section):
+    """The groups of one role: how many, where, and how large. cpus, gpus: logical resources that Ray books for a group;
+    torch's threads are a setting of their own. Fields shared with `WorkerSettings` mean the same there."""
+
+    count: Count = 1
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    cpus: Annotated[float, Field(ge=0)] = 1.0
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+    threads: Positive = 2
+    tensor: Positive = 1
+    cache_blocks: NotNegative = 0
+    cache_bytes: NotNegative = 0
+    max_batch: Positive = 64
+    token_budget: Positive = 512
+    max_waiting: Positive = 1024
+    local_prefill: NotNegative = 16
+    send_delay_s: Annotated[float, Field(ge=0)] = 0.0
+
+    def resources(self) -> dict[str, float]:
+        """What Ray's placement group asks for, one bundle a group."""
+        gpus = self.gpus or (float(self.tensor) if self.device.startswith("cuda") else 0.0)
+        return {"CPU": self.cpus} | ({"GPU": gpus} if gpus else {})
+
+
+class TelemetryConfig(_Section):
+    """file: OTLP JSON lines are appended there. endpoint: an OTLP/gRPC collector. sample: share of new traces kept."""
+
+    file: Path | None = None
+    endpoint: str = ""
+    sample: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
+class RouterConfig(_Section):
+    """max_queue: requests that may wait for capacity in one router. max_active: requests that it holds in all.
+    max_message_bytes: the largest message that a client may send."""
+
+    max_queue: Positive = 1024
+    max_active: Positive = 4096
+    max_message_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
+
+
+class Config(_Section):
+    """All that an operator may set. `roles` picks which groups exist: prefill and decode, or colocated."""
+
+    model: str = ""
+    roles: Literal["disaggregated", "colocated"] = "disaggregated"
+    ray: str = "auto"
+    service: ServiceConfig = ServiceConfig()
+    engine: EngineConfig = EngineConfig()
+    prefill: GroupConfig = GroupConfig()
+    decode: GroupConfig = GroupConfig()
+    colocated: GroupConfig = GroupConfig()
+    router: RouterConfig = RouterConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    limits: Limits = Limits()
+
+    @field_validator("limits", mode="before")
+    @classmethod
+    def _limits(cls, value: object) -> Limits:
+        """`Limits` is the contract's own struct: unknown keys are named like everywhere else."""
+        if isinstance(value, Limits):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError("must be a mapping of names to seconds")
+        unknown = set(value) - set(Limits.__struct_fields__)
+        if unknown:
+            raise ValueError(f"unknown key {sorted(unknown)[0]!r}")
+        try:
+            return msgspec.convert(dict(value), Limits).check()
+        except (msgspec.ValidationError, ConfigInvalid) as error:
+            raise ValueError(str(error)) from None
+
+    def groups(self) -> list[Group]:
+        """Every worker group of the service, checked: at least one of each role that is needed."""
+        roles: tuple[Role, ...] = ("prefill", "decode") if self.roles == "disaggregated" else ("colocated",)
+        for role in roles:
+            if self._group(role).count == 0:
+                raise ConfigInvalid(f"{role}.count is 0, but roles = {self.roles} needs at least one {role} worker.")
+        return [self._member(role, index) for role in roles for index in range(self._group(role).count)]
+
+    def cpus(self) -> float:
+        """Logical CPUs that a cluster of our own needs: every group and every router."""
+        return sum(group.resources.get("CPU", 0.0) for group in self.groups()) + self.service.replicas
+
+    @property
+    def model_name(self) -> str:
+        return self.service.model_name or Path(self.model).name
+
+    def _group(self, role: Role) -> GroupConfig:
+        return {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}[role]
+
+    def _member(self, role: Role, index: int) -> Group:
+        own = self._group(role)
+        shared = set(WorkerSettings.__struct_fields__)
+        settings = WorkerSettings(
+            model=self.model,
+            role=role,
+            name=f"{role}-{index}",
+            service=self.service.name,
+            limits=self.limits,
+            **{name: value for name, value in own.model_dump().items() if name in shared},
+            **{name: value for name, value in self.engine.model_dump().items() if name in shared},
+        )
+        return Group(settings=settings, resources=own.resources())
+
+
+class Group(msgspec.Struct, frozen=True):
+    """One worker group to run: its settings, and the resources that Ray books for it."""
+
+    settings: WorkerSettings
+    resources: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+
+def load_config(file: Path | None = None, flags: Mapping[str, Any] | None = None, sets: Iterable[str] = ()) -> Config:
+    """The configuration from a YAML file, then dotted `flags` that are not None, then `a.b=c` lines of `--set`.
+
+    Raises `ConfigInvalid` with one sentence naming the key."""
+    tree = _read(file) if file else {}
+    for dotted, value in (flags or {}).items():
+        if value is not None:
+            _put(tree, dotted, value)
+    for line in sets:
+        dotted, found, text = line.partition("=")
+        if not found or not dotted:
+            raise ConfigInvalid(f"--set takes KEY=VALUE, such as decode.count=2, not {line!r}.")
+        _put(tree, dotted.strip(), yaml.safe_load(text) if text else "")
+    return validate(tree)
+
+
+def validate(tree: Mapping[str, Any]) -> Config:
+    """A checked `Config`, or `ConfigInvalid` naming the first key that is wrong."""
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigInvalid(_sentence(error)) from None
+    config.limits.check()
+    return config
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigInvalid(f"The configuration file {file} cannot be read: {error}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigInvalid(f"The configuration file {file} is not YAML: {' '.join(str(error).split())}.") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigInvalid(f"The configuration file {file} must hold a mapping of settings.")
+    return tree
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *path, last = dotted.split(".")
+    node = tree
+    for name in path:
+        child = node.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ConfigInvalid(f"{dotted} cannot be set: {name} is not a section.")
+        node = child
+    node[last] = value
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "configuration"
+    if first["type"] == "extra_forbidden":
+        return f"Unknown setting {key!r}."
+    reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+    shown = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
+    return f"Setting {key!r} is wrong: {reason[0].lower()}{reason[1:]}{shown}."
+
+
+__all__ = ["Config", "Group", "GroupConfig", "load_config", "validate"]

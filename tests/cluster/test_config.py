@@ -1,0 +1,91 @@
+"""One schema for file and flags: precedence, and one clear sentence for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diptych.cluster.config import Config, load_config, validate
+from diptych.contract.errors import ConfigInvalid
+
+
+def test_defaults_make_one_worker_of_each_role() -> None:
+    groups = validate({"model": "m"}).groups()
+    assert [group.name for group in groups] == ["prefill-0", "decode-0"]
+    assert {group.settings.role for group in groups} == {"prefill", "decode"}
+    assert all(group.resources == {"CPU": 1.0} for group in groups)
+
+
+def test_file_then_flags_then_sets(tmp_path: Path) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text("model: a\nservice: {port: 1}\ndecode: {count: 2, cache_blocks: 7}\nlimits: {progress: 3}\n")
+    config = load_config(file, {"service.port": 2, "model": None}, ["decode.count=3", "prefill.threads=1"])
+    assert (config.model, config.service.port, config.decode.count) == ("a", 2, 3)
+    assert config.limits.progress == 3
+    decode = [group.settings for group in config.groups() if group.settings.role == "decode"]
+    assert [settings.name for settings in decode] == ["decode-0", "decode-1", "decode-2"]
+    assert decode[0].cache_blocks == 7
+    assert decode[0].limits.progress == 3
+    assert config.cpus() == 1 + 3 + 1
+
+
+def test_colocated_replaces_both_roles() -> None:
+    config = validate({"model": "m", "roles": "colocated", "colocated": {"count": 2}, "engine": {"block_size": 32}})
+    assert [group.name for group in config.groups()] == ["colocated-0", "colocated-1"]
+    assert {group.settings.block_size for group in config.groups()} == {32}
+
+
+def test_a_gpu_group_books_its_gpus() -> None:
+    config = validate({"model": "m", "decode": {"device": "cuda", "tensor": 2}})
+    assert config.groups()[1].resources == {"CPU": 1.0, "GPU": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"modle": "m"}, ["modle"]),
+        ({"decode": {"blocks": 3}}, ["decode.blocks"]),
+        ({"decode": {"count": -1}}, ["decode.count", "-1"]),
+        ({"service": {"port": 70000}}, ["service.port", "70000"]),
+        ({"service": {"port": "http"}}, ["service.port", "http"]),
+        ({"roles": "both"}, ["roles", "both"]),
+        ({"limits": {"leese": 1}}, ["limits", "leese"]),
+        ({"limits": {"lease": "soon"}}, ["limits", "lease"]),
+        ({"limits": {"heartbeat": 20}}, ["limits.heartbeat", "limits.lease"]),
+        ({"limits": {"progress": 0}}, ["limits.progress"]),
+    ],
+)
+def test_a_mistake_is_named(tree: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigInvalid) as caught:
+        validate(tree)
+    sentence = str(caught.value)
+    assert all(word in sentence for word in words), sentence
+    assert "\n" not in sentence
+
+
+def test_a_missing_role_is_named() -> None:
+    with pytest.raises(ConfigInvalid, match=r"decode\.count"):
+        validate({"model": "m", "decode": {"count": 0}}).groups()
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [", "just words"])
+def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigInvalid, match=r"bad\.yaml"):
+        load_config(file)
+
+
+def test_missing_file_and_malformed_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match=r"nothing\.yaml"):
+        load_config(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigInvalid, match="KEY=VALUE"):
+        load_config(sets=["decode.count"])
+    with pytest.raises(ConfigInvalid, match="model is not a section"):
+        load_config(flags={"model": "m"}, sets=["model.x=1"])
+
+
+def test_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().model = "other"  # type: ignore[misc]
