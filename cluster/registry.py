@@ -108,6 +108,10 @@ class RegistryServer:
         if self._server is not None:
             await self._server.stop(grace=0)
 
+    def remove(self, worker_id: str) -> None:
+        """Drops an entry, called in this process."""
+        self._rows.remove(worker_id, time.monotonic())
+
     def table(self) -> Table:
         """The table as a caller in this process sees it."""
         return self._rows.table(time.monotonic())

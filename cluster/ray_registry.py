@@ -1,0 +1,65 @@
+"""`Registry` in a service on Ray: the controller actor, found by its name from any process of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from diptych.contract.errors import Internal
+from diptych.contract.registry import Table
+from diptych.contract.wire import WorkerInfo
+
+NAMESPACE = "diptych"
+
+_encoder = msgspec.msgpack.Encoder()
+_table = msgspec.msgpack.Decoder(Table)
+
+
+def controller_name(service: str) -> str:
+    return f"{service}-controller"
+
+
+class RayRegistry:
+    """May be pickled and sent to any actor. limit: seconds a call may take before it fails with `Internal`; the
+    controller is looked up again after a failure, since it may have restarted."""
+
+    def __init__(self, service: str, limit: float = 2.0) -> None:
+        self._service = service
+        self._limit = limit
+        self._actor: ActorHandle[Any] | None = None
+
+    def __getstate__(self) -> tuple[str, float]:
+        return self._service, self._limit
+
+    def __setstate__(self, state: tuple[str, float]) -> None:
+        self._service, self._limit = state
+        self._actor = None
+
+    async def renew(self, info: WorkerInfo) -> None:
+        packed = _encoder.encode(info)
+        await self._call(lambda controller: controller.renew.remote(packed))
+
+    async def remove(self, worker_id: str) -> None:
+        await self._call(lambda controller: controller.remove.remote(worker_id))
+
+    async def table(self) -> Table:
+        return _table.decode(await self._call(lambda controller: controller.table.remote()))
+
+    async def _call(self, send: Callable[[ActorHandle[Any]], Any]) -> bytes:
+        try:
+            if self._actor is None:
+                self._actor = ray.get_actor(controller_name(self._service), namespace=NAMESPACE)
+            answer: bytes = await asyncio.wait_for(send(self._actor), self._limit)
+        except (RayError, ValueError, TimeoutError) as error:
+            self._actor = None
+            reason = str(error).strip().splitlines()
+            raise Internal(
+                f"The controller of {self._service} does not answer ({(reason or ['timeout'])[0]})."
+            ) from None
+        return answer

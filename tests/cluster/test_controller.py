@@ -1,0 +1,164 @@
+"""The controller in a real Ray cluster of its own: replacement, adoption after its own death, and leaving nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import ray
+
+from diptych.cluster.config import validate
+from diptych.cluster.controller import Status, make_controller
+from diptych.cluster.processes import alive, descendants
+from diptych.cluster.ray_cluster import RayCluster, connect
+from diptych.cluster.ray_registry import NAMESPACE, RayRegistry
+from diptych.contract.errors import DiptychError
+from diptych.contract.limits import Limits
+from diptych.contract.wire import WorkerInfo
+from tests.cluster.echo_actor import EchoActor
+from tests.support.ray_lock import ray_lock
+
+T = TypeVar("T")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_lock():
+        cluster = connect("local", cpus=4)
+        members = descendants(os.getpid())
+        assert len(members) > 3
+        try:
+            yield cluster
+        finally:
+            members = sorted({*members, *descendants(os.getpid())})
+            cluster.stop()
+        assert [pid for pid in members if alive(pid)] == []
+        assert cluster.folder is not None
+        assert not cluster.folder.exists()
+
+
+class Service:
+    """A controller under test, as its launcher sees it."""
+
+    def __init__(self, name: str, tree: dict[str, Any], limits: Limits | None = None) -> None:
+        config = validate({"model": "m", "service": {"name": name}} | tree)
+        self.name = name
+        self.controller = make_controller(name, config.groups(), b"s" * 32, limits or Limits(), EchoActor)
+        self.registry = RayRegistry(name)
+
+    async def status(self) -> Status:
+        return msgspec.msgpack.decode(await self.controller.ping.remote(), type=Status)
+
+    async def ready(self) -> Status:
+        return await until(self.status, lambda status: status.ready)
+
+    async def workers(self) -> dict[str, WorkerInfo]:
+        return {worker.id.rpartition("-")[0]: worker for worker in (await self.registry.table()).workers}
+
+    def actors(self) -> list[str]:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        return [entry["name"] for entry in named if entry["name"].startswith(f"{self.name}/")]
+
+    def places(self) -> list[str]:
+        entries = ray.util.placement_group_table().values()
+        return [entry["name"] for entry in entries if entry["state"] != "REMOVED"]
+
+
+@asynccontextmanager
+async def service(name: str, tree: dict[str, Any], limits: Limits | None = None) -> AsyncIterator[Service]:
+    running = Service(name, tree, limits)
+    try:
+        yield running
+    finally:
+        await running.controller.stop.remote(False)
+        ray.kill(running.controller)
+    assert running.actors() == []
+    assert [place for place in running.places() if place.startswith(f"{name}/")] == []
+
+
+async def until(look: Callable[[], Awaitable[T]], good: Callable[[T], bool], limit: float = 30.0) -> T:
+    """The first answer that is good; a controller that is being restarted has none."""
+    async with asyncio.timeout(limit):
+        while True:
+            try:
+                if good(seen := await look()):
+                    return seen
+            except (ray.exceptions.RayError, DiptychError):
+                pass
+            await asyncio.sleep(0.05)
+
+
+async def test_groups_are_placed_and_registered(cluster: RayCluster) -> None:
+    async with service("a", {}) as running:
+        await running.ready()
+        workers = await running.workers()
+        assert sorted(workers) == ["decode-0", "prefill-0"]
+        assert workers["prefill-0"].pid != workers["decode-0"].pid
+        assert sorted(running.actors()) == sorted(running.places())
+        with pytest.raises(ValueError, match="already"):
+            make_controller("a", [], b"", Limits())
+
+
+async def test_a_killed_worker_is_replaced_under_a_new_epoch(cluster: RayCluster) -> None:
+    async with service("b", {}) as running:
+        await running.ready()
+        before = await running.workers()
+        os.kill(before["decode-0"].pid, signal.SIGKILL)
+        after = await until(running.workers, lambda now: now.keys() == before.keys() and now != before)
+        assert after["decode-0"].epoch != before["decode-0"].epoch
+        assert after["prefill-0"] == before["prefill-0"]
+        await running.ready()
+        assert len(running.actors()) == 2
+        assert len(running.places()) == 2
+
+
+async def test_a_restarted_controller_adopts_and_makes_nothing_twice(cluster: RayCluster) -> None:
+    async with service("c", {}) as running:
+        status = await running.ready()
+        table = await running.registry.table()
+        os.kill(status.pid, signal.SIGKILL)
+        again = await until(running.status, lambda now: now.ready and now.pid != status.pid)
+        assert [group.starts for group in again.groups] == [0, 0]
+        later = await running.registry.table()
+        assert later.workers == table.workers
+        assert later.version > table.version
+        assert len(running.actors()) == 2
+        os.kill(later.workers[0].pid, signal.SIGKILL)
+        await until(running.workers, lambda now: len(now) == 2 and later.workers[0] not in now.values())
+
+
+async def test_a_placement_that_cannot_be_made_names_what_is_missing(cluster: RayCluster) -> None:
+    limits = Limits(placement=0.5)
+    async with service("d", {"prefill": {"cpus": 100}, "decode": {"cpus": 1}}, limits) as running:
+        status = await until(running.status, lambda now: bool(now.code))
+        assert status.code == "CapacityExceeded"
+        assert "prefill-0" in status.message
+        assert "CPU 100" in status.message
+
+
+async def test_a_group_that_cannot_start_is_reported_as_it_said(cluster: RayCluster) -> None:
+    async with service("e", {"model": "broken"}) as running:
+        status = await until(running.status, lambda now: bool(now.code))
+        assert status.code == "ModelUnsupported"
+        assert "Architecture X is not supported." in status.message
+
+
+async def test_a_service_without_a_launcher_ends_itself(cluster: RayCluster) -> None:
+    limits = Limits(orphan=1.0, registry_drop=0.9, register=0.2, heartbeat=0.1, lease=0.5)
+    running = Service("f", {}, limits)
+    await running.ready()
+
+    async def gone() -> list[str]:
+        names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
+        return [name for name in names if name.startswith("f")]
+
+    assert NAMESPACE
+    assert await until(gone, lambda names: names == []) == []
+    assert [place for place in running.places() if place.startswith("f/")] == []
