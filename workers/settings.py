@@ -20,7 +20,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context: 0 takes the model's. local_prefill: decode prefills itself what it lacks up to this many tokens.
     threads: torch threads of each engine. host: the address that listeners bind to and publish.
     overlap: steps scheduled ahead of the one that runs: 0 on a CPU, 1 on a GPU; -1 picks.
-    send_delay_s: a test hook that slows a sender between two messages.
+    send_delay_s: a test hook that slows a sender between two messages. check_integrity: whenever the engine falls idle,
+    check the pool's books against every holder, and end the group if they disagree (for tests: it scans the pool).
     """
 
     model: str
@@ -45,4 +46,5 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     overlap: int = -1
     message_bytes: int = 4 << 20
     send_delay_s: float = 0.0
+    check_integrity: bool = False
     limits: Limits = Limits()

@@ -53,7 +53,6 @@ class Limits(msgspec.Struct, frozen=True):
                 raise ConfigInvalid(f"limits.{name} must be above 0 s, not {getattr(self, name)}.")
         for small, large in order:
             if getattr(self, small) > getattr(self, large):
-                raise ConfigInvalid(
-                    f"limits.{small} ({getattr(self, small)} s) must not exceed limits.{large} ({getattr(self, large)} s)."
-                )
+                values = f"limits.{small} ({getattr(self, small)} s) must not exceed limits.{large}"
+                raise ConfigInvalid(f"{values} ({getattr(self, large)} s).")
         return self

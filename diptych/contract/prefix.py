@@ -10,12 +10,17 @@ def block_digests(tokens: Sequence[int], block_size: int, salt: str = "") -> lis
     """Chained 16-byte digests of the full blocks of `tokens`; digest i depends on all tokens up to block i's end.
 
     The salt starts the chain, so tenants that are salted apart never share a block. Full token ids are hashed, with a
-    cryptographic hash: an attacker cannot make two prompts share a block (as a short or unkeyed hash would allow).
+    cryptographic hash: nobody can make two prompts share a block, as a short or unkeyed hash would allow.
     """
-    parent = blake2b(salt.encode(), digest_size=16).digest()
-    digests = []
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        block = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + block_size])
-        parent = blake2b(block, key=parent, digest_size=16).digest()
-        digests.append(parent)
+    digests: list[bytes] = []
+    extend_digests(digests, tokens, block_size, salt)
     return digests
+
+
+def extend_digests(digests: list[bytes], tokens: Sequence[int], block_size: int, salt: str = "") -> None:
+    """Appends the digests of full blocks that `digests`, a chain over the beginning of `tokens`, lacks."""
+    parent = digests[-1] if digests else blake2b(salt.encode(), digest_size=16).digest()
+    for index in range(len(digests), len(tokens) // block_size):
+        block = tokens[index * block_size : (index + 1) * block_size]
+        parent = blake2b(b"".join(token.to_bytes(4, "little") for token in block), key=parent, digest_size=16).digest()
+        digests.append(parent)

@@ -17,8 +17,8 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Registry(Protocol):
-    """Soft state that workers renew. Every call is bounded in time, may be repeated, and raises `Internal` (never hangs)
-    when the registry is gone: callers then go on with their last table."""
+    """Soft state that workers renew. Every call is bounded in time, may be repeated, and raises `Internal` (it never
+    hangs) when the registry is gone: callers then go on with their last table."""
 
     async def renew(self, info: WorkerInfo) -> None:
         """Registers or refreshes an entry. Called by fronts only, every `limits.register`."""

@@ -230,7 +230,9 @@ def pack(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def hello_proof(secret: bytes, side: Literal["worker", "router"], router_nonce: bytes, worker_nonce: bytes, epoch: str) -> bytes:
+def hello_proof(
+    secret: bytes, side: Literal["worker", "router"], router_nonce: bytes, worker_nonce: bytes, epoch: str
+) -> bytes:
     """HMAC-SHA256 that proves to hold `secret`, bound to this side, both nonces and the group's epoch. Compare it with
     `hmac.compare_digest` only."""
     import hashlib

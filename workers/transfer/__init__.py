@@ -1,0 +1,9 @@
+"""The hand-over: KV cache from a prefill engine's blocks into a decode engine's, rank to rank.
+
+plan.py      which token ranges travel in which messages: pure
+control.py   the link's control socket: framed messages, mutual challenge, liveness
+pair.py      the two-rank torch.distributed group that carries the payload
+landing.py   where KV may be written: the receiver's side of one request
+sender.py    a thread a link at prefill
+receiver.py  a listener and a thread a link at decode
+"""

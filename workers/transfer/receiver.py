@@ -1,0 +1,232 @@
+"""The receiving side of links: a listener for a decode engine, and a thread for each link that knocked.
+
+The wire writes only into the link's two staging slots; a checked slot is copied into blocks through a landing, which
+the engine may close at any moment. So a cancel frees blocks at once, and staging lives as long as its link.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event, Thread
+from time import monotonic_ns
+
+import torch
+
+from diptych.contract.errors import DiptychError, Internal, TransferCorrupt, TransferFailed
+from diptych.contract.limits import Limits
+from diptych.contract.request import Key
+from diptych.workers.cache import KVLayout
+from diptych.workers.transfer.control import (
+    Abandon,
+    Accepted,
+    Control,
+    Done,
+    Finish,
+    Frame,
+    LinkReady,
+    Piece,
+    Ping,
+    Pong,
+    Ready,
+    answer,
+)
+from diptych.workers.transfer.landing import Landing, Landings
+from diptych.workers.transfer.pair import RECEIVER, GlooPair, host_store
+
+
+@dataclass(frozen=True)
+class PeerUp:
+    peer: str
+
+
+@dataclass(frozen=True)
+class PeerDown:
+    """The link from this prefill worker is gone; requests whose KV it owed will not get it."""
+
+    peer: str
+    error: DiptychError
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """All KV of a request is in its blocks, checked and complete. The engine may admit the sequence."""
+
+    landing: Landing
+    first_token: int
+
+
+@dataclass(frozen=True)
+class Forsaken:
+    """The sender gave a request up, or what came was not what was due."""
+
+    key: Key
+    error: DiptychError
+
+
+ReceiverEvent = PeerUp | PeerDown | Arrived | Forsaken
+
+
+class Receiver(Thread):
+    """Listens for links on a port of the kernel's choice, starts a `ReceiveLink` for each, owns the engine's store."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        epoch: str,
+        digest: str,
+        layout: KVLayout,
+        landings: Landings,
+        host: str,
+        limits: Limits,
+        message_bytes: int,
+        post: Callable[[ReceiverEvent], None],
+    ) -> None:
+        super().__init__(name="link-listener", daemon=True)
+        self.secret, self.epoch, self.digest, self.layout, self.landings = secret, epoch, digest, layout, landings
+        self.host, self.limits, self.post = host, limits, post
+        self.message_bytes = max(message_bytes, layout.token_bytes)
+        self.store, self.store_address = host_store(host, limits.handshake)
+        self._listener = socket.create_server((host, 0), backlog=64)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._stop = Event()
+
+    def run(self) -> None:
+        self._listener.settimeout(self.limits.heartbeat)
+        while not self._stop.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            ReceiveLink(self, sock).start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._listener.close()
+
+
+@dataclass
+class _Incoming:
+    piece: Piece
+    slot: torch.Tensor
+    works: list[object]
+    start: int
+
+
+class ReceiveLink(Thread):
+    """One link from one prefill worker, until its socket closes or anything about it fails."""
+
+    def __init__(self, receiver: Receiver, sock: socket.socket) -> None:
+        super().__init__(name="receive-link", daemon=True)
+        self.receiver = receiver
+        self.control = Control(sock, receiver.limits.handshake)
+        self.sender = ""
+        self._incoming: list[_Incoming] = []
+
+    def run(self) -> None:
+        error: DiptychError = TransferFailed("The link was closed.")
+        try:
+            self._open()
+            self.receiver.post(PeerUp(self.sender))
+            self._serve()
+        except DiptychError as failure:
+            error = failure
+        except Exception as failure:  # noqa: BLE001 - a bug here must end the link, never leave requests waiting
+            error = Internal(f"The link from {self.sender} failed: {failure!r}")
+        self.control.close()
+        if self.sender:
+            self.receiver.post(PeerDown(self.sender, error))
+
+    def _open(self) -> None:
+        owner = self.receiver
+        hello = answer(self.control, owner.secret, owner.epoch, owner.digest, GlooPair.transport, owner.store_address)
+        self.pair = GlooPair(owner.store, hello.pair, RECEIVER, owner.host, owner.limits.progress)
+        warm = torch.zeros(1, dtype=torch.uint8)
+        self.pair.finish(self.pair.receive(warm))
+        self.pair.answer()
+        self.control.write(LinkReady())
+        self.control.limit = owner.limits.progress
+        self.sender = hello.sender
+        self._slots = [torch.empty(owner.message_bytes, dtype=torch.uint8) for _ in range(2)]
+
+    def _serve(self) -> None:
+        while True:
+            frame = self._next()
+            if isinstance(frame, Piece):
+                self._post(frame)
+            elif isinstance(frame, Finish):
+                self._complete_all()
+                self._finish(frame)
+            elif isinstance(frame, Abandon):
+                self._complete_all()
+                self.receiver.post(Forsaken(frame.key, TransferFailed(f"Prefill gave up: {frame.message}")))
+            elif isinstance(frame, Ping):
+                self.control.write(Pong())
+            else:
+                raise Internal(f"The link's sender sent {type(frame).__name__}, which only a receiver may.")
+
+    def _next(self) -> Frame:
+        """The next frame; while payloads are under way they are finished as soon as no frame waits or both slots are
+        taken, so that one piece is copied while the next is on the wire."""
+        while self._incoming:
+            frame = self.control.poll() if len(self._incoming) < 2 else None
+            if frame is not None:
+                return frame
+            self._complete(self._incoming.pop(0))
+        return self.control.read(self.receiver.limits.lease)
+
+    def _post(self, piece: Piece) -> None:
+        if not 0 < piece.bytes <= self.receiver.message_bytes:
+            raise TransferCorrupt(
+                f"A piece of {piece.bytes} bytes does not fit a slot of {self.receiver.message_bytes}."
+            )
+        slot = self._slots[piece.number % 2][: piece.bytes]
+        start = monotonic_ns()
+        self._incoming.append(_Incoming(piece, slot, self.pair.receive(slot), start))
+        self.control.write(Ready(piece.number))
+
+    def _complete_all(self) -> None:
+        while self._incoming:
+            self._complete(self._incoming.pop(0))
+
+    def _complete(self, incoming: _Incoming) -> None:
+        piece = incoming.piece
+        self.pair.finish(incoming.works)
+        end = monotonic_ns()
+        self.pair.answer()
+        self.control.write(Done(piece.number, self._land(piece, incoming.slot, (incoming.start, end))))
+
+    def _land(self, piece: Piece, slot: torch.Tensor, wire: tuple[int, int]) -> bool:
+        landing = self.receiver.landings.find(piece.key)
+        layout = self.receiver.layout
+        if landing is None or landing.sender != self.sender:
+            return False
+        try:
+            if piece.bytes != piece.count * layout.token_bytes:
+                raise TransferCorrupt(
+                    f"{piece.count} tokens came in {piece.bytes} bytes, not {piece.count * layout.token_bytes}."
+                )
+            slab = slot.view(layout.torch_dtype).view(layout.layers, 2, piece.count, layout.kv_heads, layout.head_dim)
+            return landing.write(slab, piece.first, piece.count, wire)
+        except TransferCorrupt as error:
+            landing.close()
+            self.receiver.post(Forsaken(piece.key, error))
+            return False
+
+    def _finish(self, frame: Finish) -> None:
+        landing = self.receiver.landings.find(frame.key)
+        if landing is None or landing.sender != self.sender:
+            self.control.write(Accepted(frame.key, "Cancelled", "Decode no longer waits for this request."))
+            return
+        due = (landing.total, landing.total, landing.messages)
+        got = (landing.received, frame.total, frame.pieces)
+        if due != got or not landing.close():
+            error = TransferCorrupt(f"Decode holds (tokens, of, messages) {got} where {due} were due.")
+            self.receiver.post(Forsaken(frame.key, error))
+            self.control.write(Accepted(frame.key, error.code, str(error)))
+            return
+        self.receiver.post(Arrived(landing, frame.first_token))
+        self.control.write(Accepted(frame.key))

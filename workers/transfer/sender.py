@@ -1,0 +1,326 @@
+"""One link at prefill: a thread that owns a control socket and a pair, and sends what the engine queues, in order.
+
+It never touches the engine's state: it reads blocks that the engine holds for it (a transfer is a holder like a
+sequence), and reports through `post`. Each request that was ever queued gets exactly one `SendClosed`, after which the
+thread reads its blocks no more.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from time import monotonic_ns
+
+import torch
+
+from diptych.contract.errors import DiptychError, Internal, TransferFailed, from_wire
+from diptych.contract.limits import Limits
+from diptych.contract.request import Key
+from diptych.contract.wire import WorkerInfo
+from diptych.kernels.pack import pack_tokens
+from diptych.workers.cache import KVCache
+from diptych.workers.transfer.control import (
+    Abandon,
+    Accepted,
+    Control,
+    Done,
+    Finish,
+    Frame,
+    LinkHello,
+    LinkReady,
+    Piece,
+    Ping,
+    Pong,
+    Ready,
+    knock,
+)
+from diptych.workers.transfer.pair import SENDER, GlooPair, connect_store
+from diptych.workers.transfer.plan import Slice, plan
+
+
+@dataclass(frozen=True)
+class LinkUp:
+    peer: str
+
+
+@dataclass(frozen=True)
+class LinkDown:
+    """The link is gone with all it had open; `SendClosed` came for each request before."""
+
+    peer: str
+    error: DiptychError
+
+
+@dataclass(frozen=True)
+class SendClosed:
+    """The transfer of a request has ended. error: None when decode accepted it. `stats` explains it on the trace."""
+
+    key: Key
+    error: DiptychError | None
+    stats: SendStats
+
+
+@dataclass
+class SendStats:
+    """Of one request's transfer, on this thread's clock. wire: union of the intervals in which a payload was under way
+    (two may overlap), so bytes over it is a true rate."""
+
+    bytes: int = 0
+    messages: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
+    pack_ns: int = 0
+    wait_ns: int = 0
+    wire_ns: int = 0
+    busy_until: int = 0
+
+    def wire(self, start: int, end: int) -> None:
+        self.wire_ns += max(0, end - max(start, self.busy_until))
+        self.busy_until = max(self.busy_until, end)
+
+
+@dataclass(frozen=True)
+class SendTokens:
+    """Send tokens [first, end) of these blocks."""
+
+    key: Key
+    blocks: tuple[int, ...]
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SendFinish:
+    key: Key
+    total: int
+    first_token: int
+
+
+@dataclass(frozen=True)
+class SendAbandon:
+    key: Key
+    code: str
+    message: str
+
+
+@dataclass
+class _Flight:
+    """A payload that is under way."""
+
+    key: Key
+    number: int
+    works: list[object]
+    start: int
+    bytes: int = 0
+
+
+@dataclass
+class _Open:
+    stats: SendStats = field(default_factory=SendStats)
+    dropped: bool = False  # cancelled here, or no longer wanted there
+
+
+class SendLink(Thread):
+    """A link to one decode worker. The engine calls `queue`, `cancel` and `close`; none of them blocks."""
+
+    def __init__(
+        self,
+        peer: WorkerInfo,
+        me: str,
+        secret: bytes,
+        digest: str,
+        cache: KVCache,
+        host: str,
+        limits: Limits,
+        message_bytes: int,
+        post: Callable[[LinkUp | LinkDown | SendClosed], None],
+        delay_s: float = 0.0,
+    ) -> None:
+        super().__init__(name=f"send-{peer.id}", daemon=True)
+        self.peer, self.me, self.secret, self.digest = peer, me, secret, digest
+        self.cache, self.host, self.limits, self.post, self.delay_s = cache, host, limits, post, delay_s
+        self.message_bytes = max(message_bytes, cache.layout.token_bytes)
+        self._jobs: queue.SimpleQueue[SendTokens | SendFinish | SendAbandon | None] = queue.SimpleQueue()
+        self._cancelled: set[Key] = set()  # set.add and `in` are atomic under the interpreter's lock
+        self._open: dict[Key, _Open] = {}
+        self._flights: list[_Flight] = []
+        self._numbers = 0
+        self._stop = Event()
+
+    # ── the engine's side ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def queue(self, job: SendTokens | SendFinish | SendAbandon) -> None:
+        self._jobs.put(job)
+
+    def cancel(self, key: Key, code: str, message: str) -> None:
+        """What is queued for the key is skipped; `SendClosed` follows."""
+        self._cancelled.add(key)
+        self._jobs.put(SendAbandon(key, code, message))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._jobs.put(None)
+
+    # ── the thread's side ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> None:
+        error: DiptychError = TransferFailed(f"The link to {self.peer.id} was closed.")
+        control: Control | None = None
+        try:
+            control = self._connect()
+            self.post(LinkUp(self.peer.id))
+            self._serve(control)
+        except DiptychError as failure:
+            error = failure
+        except Exception as failure:  # noqa: BLE001 - a bug here must end the link, never leave requests waiting
+            error = Internal(f"The link to {self.peer.id} failed: {failure!r}")
+        if control is not None:
+            control.close()
+        self._fail_all(error)
+        self.post(LinkDown(self.peer.id, error))
+
+    def _connect(self) -> Control:
+        host, port = self.peer.link.rsplit(":", 1)
+        try:
+            sock = socket.create_connection((host, int(port)), timeout=self.limits.handshake)
+        except OSError as error:
+            raise TransferFailed(
+                f"Decode worker {self.peer.id} at {self.peer.link} does not answer: {error}."
+            ) from error
+        control = Control(sock, self.limits.handshake)
+        pair = uuid.uuid4().hex
+        hello = LinkHello(pair, self.me, self.peer.epoch, self.digest, GlooPair.transport, uuid.uuid4().bytes)
+        opened = knock(control, self.secret, hello)
+        store = connect_store((opened.store_host, opened.store_port), self.limits.handshake)
+        self.pair = GlooPair(store, pair, SENDER, self.host, self.limits.progress)
+        warm = torch.zeros(1, dtype=torch.uint8)
+        self.pair.finish(self.pair.send(warm))
+        frame = control.read()
+        if not isinstance(frame, LinkReady):
+            raise Internal(f"The link's peer sent {type(frame).__name__} where LinkReady was due.")
+        control.limit = self.limits.progress
+        self._slots = [torch.empty(self.message_bytes, dtype=torch.uint8) for _ in range(2)]
+        return control
+
+    def _serve(self, control: Control) -> None:
+        while not self._stop.is_set():
+            try:
+                job = self._jobs.get(timeout=self.limits.heartbeat)
+            except queue.Empty:
+                self._ping(control)
+                continue
+            if isinstance(job, SendTokens):
+                self._send_tokens(control, job)
+            elif isinstance(job, SendFinish):
+                self._finish(control, job)
+            elif isinstance(job, SendAbandon):
+                self._abandon(control, job)
+
+    def _ping(self, control: Control) -> None:
+        self._settle()
+        control.write(Ping())
+        self._await(control, Pong)
+
+    def _send_tokens(self, control: Control, job: SendTokens) -> None:
+        entry = self._open.setdefault(job.key, _Open())
+        layout = self.cache.layout
+        for piece in plan(layout, layout, job.first, job.end, self.message_bytes):
+            if entry.dropped or job.key in self._cancelled:
+                return
+            self._send_piece(control, job, piece, entry)
+            if self.delay_s:
+                time.sleep(self.delay_s)
+
+    def _send_piece(self, control: Control, job: SendTokens, piece: Slice, entry: _Open) -> None:
+        layout, stats = self.cache.layout, entry.stats
+        self._settle(keep=1)
+        self._numbers += 1
+        size = piece.bytes(layout)
+        raw = self._slots[self._numbers % 2][:size]
+        start = monotonic_ns()
+        stats.first_ns = stats.first_ns or start
+        pack_tokens(
+            self.cache.pages,
+            job.blocks,
+            piece.first,
+            piece.count,
+            raw.view(layout.torch_dtype).view(piece.shape(layout)),
+        )
+        packed = monotonic_ns()
+        control.write(Piece(job.key, self._numbers, piece.first, piece.count, size))
+        self._await(control, Ready)
+        ready = monotonic_ns()
+        self._flights.append(_Flight(job.key, self._numbers, self.pair.send(raw), ready, size))
+        stats.pack_ns += packed - start
+        stats.wait_ns += ready - packed
+        stats.bytes += size
+        stats.messages += 1
+
+    def _settle(self, keep: int = 0) -> None:
+        """Waits until at most `keep` payloads are under way."""
+        while len(self._flights) > keep:
+            flight = self._flights.pop(0)
+            self.pair.finish(flight.works)
+            entry = self._open.get(flight.key)
+            if entry is not None:
+                entry.stats.wire(flight.start, monotonic_ns())
+
+    def _await(self, control: Control, kind: type[Frame]) -> Frame:
+        """The next frame of that kind; takes note of `Done` on the way."""
+        while True:
+            frame = control.read()
+            if isinstance(frame, Done):
+                self._note(frame)
+            elif isinstance(frame, kind):
+                return frame
+            else:
+                raise Internal(f"The link's peer sent {type(frame).__name__} where {kind} was due.")
+
+    def _note(self, done: Done) -> None:
+        if not done.wanted:
+            for flight in self._flights:
+                if flight.number == done.number and flight.key in self._open:
+                    self._open[flight.key].dropped = True
+
+    def _finish(self, control: Control, job: SendFinish) -> None:
+        entry = self._open.setdefault(job.key, _Open())
+        if job.key in self._cancelled:
+            return  # its SendAbandon is queued behind
+        self._settle()
+        control.write(Finish(job.key, job.total, job.first_token, entry.stats.messages))
+        accepted = self._await(control, Accepted)
+        assert isinstance(accepted, Accepted)
+        self._close(job.key, from_wire(accepted.code, accepted.message) if accepted.code else None)
+
+    def _abandon(self, control: Control, job: SendAbandon) -> None:
+        self._cancelled.discard(job.key)
+        if job.key not in self._open:
+            return  # accepted before the cancel came
+        self._settle()
+        control.write(Abandon(job.key, job.code, job.message))
+        self._close(job.key, from_wire(job.code, job.message))
+
+    def _close(self, key: Key, error: DiptychError | None) -> None:
+        entry = self._open.pop(key, None)
+        if entry is not None:
+            entry.stats.last_ns = monotonic_ns()
+            self.post(SendClosed(key, error, entry.stats))
+
+    def _fail_all(self, error: DiptychError) -> None:
+        self._drain_jobs()
+        for key in list(self._open):
+            self._close(key, error)
+
+    def _drain_jobs(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            if job is not None:
+                self._open.setdefault(job.key, _Open())
