@@ -84,26 +84,28 @@ def rope_attention_reference(
     turned = _rotate(turned, *_rotary_rows(batch, rope, qkv.dtype))
     _write(k_cache, batch.slots, turned[:, heads:])
     _write(v_cache, batch.slots, value)
+    query = turned[:, :heads].transpose(0, 1).unsqueeze(0)
+    keys, values = _lift(k_cache), _lift(v_cache)
     outputs = []
     for part in _parts(batch, k_cache, window):
-        k, v = _read(k_cache, part), _read(v_cache, part)
-        q = turned[part.first : part.last, :heads]
-        outputs.append(_attend(q, k, v, part, scale, softcap))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        q = query.narrow(2, part.first, part.queries)
+        k, v = _read(k_cache, keys, part), _read(v_cache, values, part)
+        outputs.append(_attend(q, k, v, part, scale, softcap).transpose(1, 2))
+    mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    return mixed.reshape(qkv.shape[0], heads * head_dim)
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """One sequence of the batch. first, last: its query tokens. rows: the run of cache rows that it reads, or None when
-    its blocks do not follow each other; then `blocks` are gathered and `skip` rows left out. mask: [Q, S] bool, True is
-    seen, or None where `causal` or a single query says it all."""
+    """One sequence of the batch. first, queries: its tokens. length: the cached tokens that it reads, S. start: the
+    first of them among the cache's rows, or, when its blocks do not follow each other, among the rows of `blocks`,
+    which are gathered. mask: [Q, S] bool, True is seen, or None where `causal` or a single query says it all."""
 
     first: int
-    last: int
-    rows: tuple[int, int] | None
-    blocks: Tensor | None
-    skip: int
+    queries: int
+    start: int
     length: int
+    blocks: Tensor | None
     causal: bool
     mask: Tensor | None
 
@@ -112,33 +114,28 @@ def _parts(batch: Batch, cache: Tensor, window: int | None) -> list[_Part]:
     """The same for all layers that share a window, so it is made in the first of them."""
     key = ("parts", window)
     if key not in batch.memo:
-        flat = cache.stride(0) == cache.shape[1] * cache.stride(1)
         first, parts = 0, []
         for queries, context, table in zip(batch.query_lens, batch.contexts, batch.tables, strict=True):
-            parts.append(_part(first, queries, context, table, cache.shape[1] if flat else 0, cache, window))
+            parts.append(_part(first, queries, context, table, cache, window))
             first += queries
         batch.memo[key] = parts
     return batch.memo[key]  # type: ignore[no-any-return]
 
 
-def _part(
-    first: int, queries: int, context: int, table: tuple[int, ...], flat: int, cache: Tensor, window: int | None
-) -> _Part:
+def _part(first: int, queries: int, context: int, table: tuple[int, ...], cache: Tensor, window: int | None) -> _Part:
     """Of a windowed sequence only the rows that its first query still sees are read."""
     size = cache.shape[1]
-    start = 0 if window is None else max(0, context - queries + 1 - window)
-    used = table[start // size : -(-context // size)]
-    skip = start - start // size * size
-    length = context - start
-    rows, blocks = None, None
-    if flat and all(b - a == 1 for a, b in pairwise(used)):
-        rows = (used[0] * size + skip, used[0] * size + skip + length)
+    unseen = 0 if window is None else max(0, context - queries + 1 - window)
+    used = table[unseen // size : -(-context // size)]
+    start, length, blocks = unseen % size, context - unseen, None
+    if _flat(cache) and all(b - a == 1 for a, b in pairwise(used)):
+        start += used[0] * size
     else:
         blocks = torch.tensor(used, device=cache.device)
     cut = window is not None and length > window
     causal = queries > 1 and queries == length and not cut
     mask = None if queries == 1 or causal else _mask(queries, length, window, cache.device)
-    return _Part(first, first + queries, rows, blocks, skip, length, causal, mask)
+    return _Part(first, queries, start, length, blocks, causal, mask)
 
 
 def _mask(queries: int, length: int, window: int | None, device: torch.device) -> Tensor:
@@ -147,16 +144,27 @@ def _mask(queries: int, length: int, window: int | None, device: torch.device) -
     return seen if window is None else seen.triu_(length - queries - window + 1)
 
 
-def _read(cache: Tensor, part: _Part) -> Tensor:
-    """[S, kv_heads, head_dim] of the part: a view when its blocks follow each other, else a copy."""
-    if part.rows is not None:
-        return cache.view(-1, *cache.shape[2:])[part.rows[0] : part.rows[1]]
-    assert part.blocks is not None
-    return cache.index_select(0, part.blocks).flatten(0, 1)[part.skip : part.skip + part.length]
+def _flat(cache: Tensor) -> bool:
+    """Whether consecutive blocks are consecutive rows, as on a CPU."""
+    return cache.stride(0) == cache.shape[1] * cache.stride(1)
+
+
+def _lift(cache: Tensor) -> Tensor | None:
+    """The whole cache as [1, kv_heads, rows, head_dim], a view, if its layout allows."""
+    return cache.view(-1, *cache.shape[2:]).transpose(0, 1).unsqueeze(0) if _flat(cache) else None
+
+
+def _read(cache: Tensor, lifted: Tensor | None, part: _Part) -> Tensor:
+    """[1, kv_heads, S, head_dim] of the part: a view when its blocks follow each other, else a copy."""
+    if part.blocks is None:
+        assert lifted is not None
+        return lifted.narrow(2, part.start, part.length)
+    rows = cache.index_select(0, part.blocks).flatten(0, 1)
+    return rows.narrow(0, part.start, part.length).transpose(0, 1).unsqueeze(0)
 
 
 def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    if cache.stride(0) == cache.shape[1] * cache.stride(1):
+    if _flat(cache):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
     else:
         cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
@@ -179,20 +187,17 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, softcap: float | None) -> Tensor:
-    """q: [Q, heads, D]; k, v: [S, kv_heads, D], views. Returns [Q, heads * D].
+    """q: [1, heads, Q, D]; k, v: [1, kv_heads, S, D], any strides. Returns [1, heads, Q, D].
 
-    The library's grouped-query path reads them in place, and for one query token it beat folding the heads of a group
+    The library's grouped-query path reads views in place, and for one query token it beat folding the heads of a group
     into the query's length (13 against 18 µs at S = 192) as well as plain products (16 µs).
     """
-    queries, heads, dim = q.shape
-    lifted = (q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
     if softcap is not None:
-        out = _capped(*lifted, part, scale, softcap)
-    else:
-        out = functional.scaled_dot_product_attention(
-            *lifted, attn_mask=part.mask, is_causal=part.causal, scale=scale, enable_gqa=heads != k.shape[1]
-        )
-    return out.transpose(1, 2).reshape(queries, heads * dim)
+        return _capped(q, k, v, part, scale, softcap)
+    grouped = q.shape[1] != k.shape[1]
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=part.mask, is_causal=part.causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float, softcap: float) -> Tensor:
