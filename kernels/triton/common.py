@@ -1,0 +1,90 @@
+"""What the launchers share: device facts, scratch memory that captured graphs may keep, dependent launch.
+
+Scratch is handed out a device, not a call: kernels of one stream use it one after the other. Two streams must not run
+operators of the same device at once. Counters are zero before and after every launch (the last block resets them).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from diptych.contract.errors import Internal
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+COUNTERS = 1 << 17
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+_scratch: dict[tuple[torch.device, str], Tensor] = {}
+_retired: list[Tensor] = []  # captured graphs may still point at a buffer that was outgrown
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # the interpreter's stand-in: small grids
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start before its predecessor ends (Hopper's programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launch_options(device: torch.device, pdl: bool) -> dict[str, bool]:
+    """Keyword arguments of a launch. A kernel launched dependent must call `enter` before it reads or writes."""
+    return {"launch_pdl": True} if pdl and dependent_launch(device) else {}
+
+
+def counters(device: torch.device) -> Tensor:
+    """int32 zeros, COUNTERS of them."""
+    return _held(device, "counters", COUNTERS, torch.int32, zero=True)
+
+
+def partials(device: torch.device, elements: int) -> Tensor:
+    """At least `elements` float32 of undefined content."""
+    return _held(device, "partials", elements, torch.float32, zero=False)
+
+
+def _held(device: torch.device, name: str, elements: int, dtype: torch.dtype, zero: bool) -> Tensor:
+    buffer = _scratch.get((device, name))
+    if buffer is None or buffer.numel() < elements:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Internal(
+                f"scratch for {name} grew to {elements} elements during capture: run the step once before it"
+            )
+        if buffer is not None:
+            _retired.append(buffer)
+        size = max(elements, 1 << 16)
+        make = torch.zeros if zero else torch.empty
+        buffer = _scratch[device, name] = make(size, dtype=dtype, device=device)
+    return buffer
+
+
+@triton.jit
+def enter(PDL: tl.constexpr):
+    """Waits for the kernel before this one and lets the next one start: everything above it may touch only memory
+    that no kernel of this step writes."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Starts bringing the lines under `pointers` into L2; touches no register and may precede `enter`."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,11 @@
+"""`norm_linear` on a GPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from diptych.kernels.triton.products import product
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return product(x, weight, norm=(norm_weight, eps), bias=bias)

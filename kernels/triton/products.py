@@ -1,0 +1,112 @@
+"""Launches the product that the dataflow chose; every linear operator of the GPU ends here."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from diptych.contract.errors import ModelUnsupported
+from diptych.kernels.dataflow import Choice, Fusion, Problem, choose
+from diptych.kernels.triton.common import COUNTERS, counters, dependent_launch, launch_options, partials
+from diptych.kernels.triton.flat import flat_kernel
+from diptych.kernels.triton.gemv import gemv_kernel
+from diptych.kernels.triton.rms_norm import rms_norm
+from diptych.kernels.triton.silu_mul import silu_mul
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    gate: bool = False,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    choice: Choice | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """y = f(x) · weightᵀ + bias + residual, or silu(f(x) · gateᵀ) * (f(x) · upᵀ); f is RMSNorm or nothing.
+
+    x: [M, K]. weight: [N, K] contiguous. choice: overrules the table (tests and the sweep). pdl: start before the
+    predecessor ends.
+    """
+    check(x, weight)
+    if choice is None:
+        fusion: Fusion = "norm_gate" if gate else "norm" if norm is not None else "plain"
+        problem = Problem(weight.shape[1], weight.shape[0], x.shape[0], DTYPES[x.dtype], fusion)
+        choice = choose(device_name(x.device), problem)
+    if x.shape[0] == 0 or choice.kind == "library":
+        return _library(x, weight, norm, gate, bias, residual)
+    run = _gemv if choice.kind == "gemv" else _flat
+    return run(x, weight, norm, gate, bias, residual, choice, pdl and dependent_launch(x.device))
+
+
+def check(x: Tensor, weight: Tensor) -> None:
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
+        raise ModelUnsupported(f"a product of {x.dtype} activations and {weight.dtype} weights has no GPU kernel")
+    if not weight.is_contiguous() or x.stride(-1) != 1:
+        raise ModelUnsupported("a product needs contiguous weights and activations contiguous in their last dimension")
+
+
+def _library(
+    x: Tensor,
+    weight: Tensor,
+    norm: tuple[Tensor, float] | None,
+    gate: bool,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    if residual is not None:
+        residual = residual if bias is None else residual + bias
+        return torch.addmm(residual, x, weight.t())
+    y = functional.linear(x, weight, bias)
+    return silu_mul(y) if gate else y
+
+
+def _gemv(
+    x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None, gate: bool, bias: Tensor | None, residual: Tensor | None,
+    c: Choice, pdl: bool,
+) -> Tensor:  # fmt: skip
+    (m, k), n = x.shape, weight.shape[0] // (2 if gate else 1)
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    gemv_kernel[(triton.cdiv(n, c.bn),)](
+        x, weight, x if norm is None else norm[0], x if bias is None else bias, x if residual is None else residual, out,
+        n, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
+        K=k, M=m, BN=c.bn, BK=c.bk, STAGES=c.stages, AHEAD=min(c.ahead, 1 << (k.bit_length() - 1)), NORM=norm is not None,
+        GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps,
+        **launch_options(x.device, pdl),
+    )  # fmt: skip
+    return out
+
+
+def _flat(
+    x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None, gate: bool, bias: Tensor | None, residual: Tensor | None,
+    c: Choice, pdl: bool,
+) -> Tensor:  # fmt: skip
+    (m, k), n = x.shape, weight.shape[0] // (2 if gate else 1)
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    bm, tiles = max(16, triton.next_power_of_2(m)), triton.cdiv(n, c.bn)
+    assert c.split == 1 or tiles <= COUNTERS
+    size = tiles * c.split * (c.bn * bm * (2 if gate else 1) + bm) if c.split > 1 else 1
+    flat_kernel[(tiles, c.split)](
+        x, weight, x if norm is None else norm[0], x if bias is None else bias, x if residual is None else residual, out,
+        partials(x.device, size), counters(x.device),
+        m, n, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
+        K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, AHEAD=c.ahead, NORM=norm is not None, GATE=gate,
+        BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps,
+        **launch_options(x.device, pdl),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,72 @@
+"""Every Triton operator on a real GPU, in all three dtypes, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_cases import ATTENTION, PRODUCTS, AttentionCase, ProductCase, check_attention, check_product
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+LLAMA = {"heads": 32, "kv_heads": 8, "head_dim": 128, "rotary": 128}
+REAL_ATTENTION = {
+    "llama decode": AttentionCase((1,) * 5, (1024, 1, 777, 64, 2000), **LLAMA),
+    "llama prefill": AttentionCase((300, 128, 1, 600), (300, 1000, 513, 601), **LLAMA),
+    "llama-2 decode": AttentionCase((1,) * 3, (1024, 65, 130), heads=32, kv_heads=32, head_dim=128, rotary=128),
+    "qwen3 decode": AttentionCase((1,) * 2, (500, 64), heads=32, kv_heads=4, head_dim=128, rotary=128, qk_norm=True),
+}
+CHOICES = {
+    "gemv": ("gemv", 8, 256, 1, 4, 3, 256),
+    "flat": ("flat", 64, 128, 1, 4, 4, 128),
+    "split": ("flat", 64, 64, 4, 4, 3, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*ATTENTION, *REAL_ATTENTION])
+def test_attention(name: str, dtype: torch.dtype) -> None:
+    check_attention((ATTENTION | REAL_ATTENTION)[name], dtype, "cuda")
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("knobs", [{"peel": True, "stages": 2}, {"ahead": 64}, {"fixed": 4}, {"tile": 128, "stages": 3}])
+def test_decode_configurations(knobs: dict[str, int], page: int) -> None:
+    from diptych.kernels.triton.rope_attention import DecodeConfig
+
+    case = AttentionCase((1,) * 4, (1024, 3, 700, 129), page=page, **LLAMA)
+    check_attention(case, torch.bfloat16, "cuda", config=DecodeConfig(**knobs))
+
+
+@pytest.mark.parametrize(("phi", "strays"), [(0.0, False), (60.0, True)])
+def test_unified_maximum(phi: float, strays: bool) -> None:
+    from diptych.kernels.triton.rope_attention import Unified
+
+    counted = torch.zeros(1, dtype=torch.int32, device="cuda")
+    case = AttentionCase((1, 1), (900, 33), **LLAMA)
+    check_attention(case, torch.bfloat16, "cuda", unified=Unified(phi, 20.0, 20.0, counted))
+    assert bool(counted.item() > 0) is strays
+
+
+REAL_PRODUCTS = {
+    "o": ProductCase(1, 4096, 4096, residual=True),
+    "qkv": ProductCase(4, 4096, 6144, norm=True),
+    "gate_up": ProductCase(2, 4096, 28672, norm=True, gate=True),
+    "down": ProductCase(4, 14336, 4096, residual=True),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [*CHOICES, "library"])
+@pytest.mark.parametrize("name", [*PRODUCTS, *REAL_PRODUCTS])
+def test_product(name: str, kind: str, dtype: torch.dtype) -> None:
+    from diptych.kernels.dataflow import LIBRARY, Choice
+
+    choice = Choice(*CHOICES[kind]) if kind in CHOICES else LIBRARY
+    if dtype is torch.float32 and kind == "flat":
+        choice = Choice("flat", 64, 32, 1, 4, 3)
+    check_product((PRODUCTS | REAL_PRODUCTS)[name], dtype, "cuda", choice)

@@ -1,0 +1,70 @@
+"""Attention kernels through Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
+
+import pytest
+import torch
+
+from tests.kernels.triton_cases import ATTENTION, AttentionCase, check_attention
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_against_float64(name: str) -> None:
+    check_attention(ATTENTION[name], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("name", ["decode", "decode, q/k norm and partial rotary", "chunks beside decode"])
+def test_half_precision(name: str) -> None:
+    check_attention(ATTENTION[name], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("blocks", [1, 64])
+def test_any_number_of_splits(blocks: int) -> None:
+    from diptych.kernels.triton.rope_attention import DecodeConfig
+
+    config = DecodeConfig(tile=16, stages=2, blocks=blocks)
+    check_attention(AttentionCase((1, 1, 1), (200, 3, 90)), torch.float32, "cpu", config=config)
+    check_attention(AttentionCase((1, 1, 1), (200, 3, 90), window=70), torch.float32, "cpu", config=config)
+
+
+def test_first_tile_before_the_wait() -> None:
+    from diptych.kernels.triton.rope_attention import DecodeConfig
+
+    check_attention(ATTENTION["decode"], torch.float32, "cpu", config=DecodeConfig(tile=16, stages=2, peel=True))
+
+
+@pytest.mark.parametrize(("phi", "strays"), [(0.0, False), (60.0, True)])
+def test_unified_maximum_is_exact(phi: float, strays: bool) -> None:
+    """With a phi that suits no row, every row runs again with the running maximum and is counted."""
+    from diptych.kernels.triton.rope_attention import DecodeConfig, Unified
+
+    counted = torch.zeros(1, dtype=torch.int32)
+    unified = Unified(phi, 20.0, 20.0, counted)
+    config = DecodeConfig(tile=16, stages=2, blocks=8)
+    check_attention(AttentionCase((1, 1), (90, 33)), torch.float32, "cpu", config=config, unified=unified)
+    assert bool(counted.item() > 0) is strays
+
+
+def test_batch_invariance_with_fixed_splits() -> None:
+    """A sequence's output is bitwise the same alone and beside others."""
+    from diptych.kernels.triton.rope_attention import DecodeConfig, rope_attention
+    from tests.kernels.triton_cases import attention_inputs
+
+    config = DecodeConfig(tile=16, stages=2, fixed=2)
+    both = attention_inputs(AttentionCase((1, 1), (90, 41), unused=0.0)).to(torch.float32)
+    alone = attention_inputs(AttentionCase((1, 1), (90, 0), unused=0.0)).to(torch.float32)
+    outputs = [
+        rope_attention(both.qkv, x.batch, both.k.clone(), both.v.clone(), both.rope, **both.options, config=config)
+        for x in (both, type(both)(both.qkv, alone_batch(both, alone), both.k, both.v, both.rope, both.options))
+    ]
+    assert torch.equal(outputs[0][0], outputs[1][0])
+
+
+def alone_batch(both, alone):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    return replace(both.batch, context_lens=alone.batch.context_lens, contexts=(90, 0))

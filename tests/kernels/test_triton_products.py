@@ -1,0 +1,33 @@
+"""Product kernels through Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
+
+import pytest
+import torch
+
+from diptych.kernels.dataflow import LIBRARY, Choice
+from tests.kernels.triton_cases import PRODUCTS, ProductCase, check_product
+
+GEMV = Choice("gemv", bn=8, bk=32, stages=2)
+FLAT = Choice("flat", bn=16, bk=32, stages=2)
+SPLIT = Choice("flat", bn=16, bk=16, split=3, stages=2)
+
+
+@pytest.mark.parametrize("choice", [GEMV, FLAT, SPLIT, LIBRARY], ids=["gemv", "flat", "split", "library"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_against_float64(name: str, choice: Choice) -> None:
+    check_product(PRODUCTS[name], torch.float32, "cpu", choice)
+
+
+@pytest.mark.parametrize("choice", [GEMV, SPLIT], ids=["gemv", "split"])
+def test_half_precision(choice: Choice) -> None:
+    check_product(PRODUCTS["gate, four rows"], torch.float16, "cpu", choice)
+
+
+@pytest.mark.parametrize("m", [0, 17, 40])
+def test_flat_takes_any_number_of_rows(m: int) -> None:
+    check_product(ProductCase(m, 64, 40, residual=True), torch.float32, "cpu", SPLIT)
