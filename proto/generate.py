@@ -1,6 +1,6 @@
-"""Generates `diptych/v1/` from `proto/diptych/v1/`: messages, stubs and type files, each with its imports under `diptych.v1`.
+"""Generates `diptych/v1/` from `proto/diptych/v1/`: messages, stubs and type files.
 
-Knows only this folder, so that it also runs in an isolated build environment (`setup.py`) where Diptych is not installed.
+Knows only this folder, so that it also runs in an isolated build environment, where Diptych is not installed.
 Made with grpcio-tools of at most 1.84: code from a newer one refuses the older grpcio of GPU hosts.
 """
 
@@ -15,7 +15,7 @@ SOURCE = "diptych/v1/inference.proto"
 
 
 def generate(destination: Path) -> list[Path]:
-    """Writes the package `diptych/v1` below `destination` (a folder that holds `diptych/`); returns the files written."""
+    """Writes the package `diptych/v1` below `destination` (it holds `diptych/`); returns the files written."""
     from grpc_tools import protoc
 
     package = destination / "diptych" / "v1"

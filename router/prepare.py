@@ -40,12 +40,12 @@ class Prepared(msgspec.Struct, frozen=True):
     opened: bytes
     digests: dict[int, tuple[bytes, ...]]
 
-    def request(self, request_id: str, index: int, attempt: int, deadline_s: float, traceparent: str) -> Request:
-        """The request of choice `index`. Only the first asks for the prompt's log-probabilities: they are the same."""
+    def request(self, key: Key, index: int, deadline_s: float, traceparent: str) -> Request:
+        """What workers are sent for choice `index`. Only the first asks for the prompt's log-probabilities."""
         asked = self.order
         seed = (asked.sampling.seed + index) & MAX_SEED
         return Request(
-            key=Key(f"{request_id}-{index}", attempt),
+            key=key,
             prompt=self.prompt,
             stopping=self.stopping,
             sampling=msgspec.structs.replace(asked.sampling, seed=seed),

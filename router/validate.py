@@ -31,10 +31,12 @@ MAX_SEED = 2**63 - 1
 
 
 class Room(msgspec.Struct, frozen=True):
-    """How many tokens, prompt and answer together, fit into the context, and into a worker's cache."""
+    """How many tokens, prompt and answer together, fit into the context, and into the cache of a worker that decodes;
+    prompt: how many of the prompt fit into the cache of one that prefills."""
 
     context: int
     cache: int
+    prompt: int
 
     @property
     def tokens(self) -> int:
@@ -66,9 +68,8 @@ def parse(data: bytes, kind: type[Message], limit: int) -> Message:
     try:
         message.ParseFromString(data)
     except DecodeError:
-        raise InvalidRequest(
-            f"The message is no valid {kind.DESCRIPTOR.full_name}: its bytes are malformed or a text in it is not UTF-8."
-        ) from None
+        name = kind.DESCRIPTOR.full_name
+        raise InvalidRequest(f"The message is no valid {name}: malformed, or with a text that is not UTF-8.") from None
     _refuse_unknown(message, "")
     return message
 
@@ -115,8 +116,7 @@ def stopping(asked: Order, prompt_tokens: int, facts: ModelFacts, room: Room) ->
         raise InvalidRequest("The prompt is empty; at least one token is needed.")
     if prompt_tokens >= room.context:
         raise InvalidRequest(
-            f"The prompt has {prompt_tokens} tokens; the context of {room.context} takes at most {room.context - 1} and "
-            "one of the answer."
+            f"The prompt has {prompt_tokens} tokens; the context of {room.context} takes at most {room.context - 1}."
         )
     if asked.max_tokens is not None and prompt_tokens + asked.max_tokens > room.context:
         raise InvalidRequest(
@@ -126,6 +126,8 @@ def stopping(asked: Order, prompt_tokens: int, facts: ModelFacts, room: Room) ->
     needed = prompt_tokens + (asked.max_tokens or max(1, asked.min_tokens))
     if needed > room.cache:
         raise CapacityExceeded(f"The request needs room for {needed} tokens; a worker's cache has {room.cache}.")
+    if prompt_tokens > room.prompt:
+        raise CapacityExceeded(f"The prompt needs room for {prompt_tokens} tokens; a worker's cache has {room.prompt}.")
     if asked.max_tokens is None and asked.min_tokens > room.tokens - prompt_tokens:
         raise InvalidRequest(
             f"stopping.min_tokens is {asked.min_tokens}; the context leaves {room.tokens - prompt_tokens} tokens."
