@@ -37,9 +37,9 @@ class Piece:
         self.ids += ids
         self.logprobs += logprobs
 
-    @property
-    def worth_sending(self) -> bool:
-        return bool(self.text or self.ids or self.finish)
+    def worth_sending(self, tokens: bool) -> bool:
+        """tokens: whether the client sees them, else only text counts."""
+        return bool(self.text or self.finish or (tokens and self.ids))
 
 
 class Call:
@@ -143,11 +143,15 @@ class Call:
             self._news.clear()
             if self.error is not None:
                 raise self.error
-            fresh, self._outbox = self._outbox, {}
             over = self.done
-            yield [piece for piece in fresh.values() if piece.worth_sending]
+            yield [self._outbox.pop(piece.choice.index) for piece in self._worth_sending()]
             if over:
                 return
+
+    def _worth_sending(self) -> list[Piece]:
+        order = self.prepared.order if self.prepared is not None else None
+        tokens = order is not None and (order.token_ids or order.logprobs is not None)
+        return [piece for piece in self._outbox.values() if piece.worth_sending(tokens)]
 
     async def collect(self) -> list[Piece]:
         """Everything, a piece a choice, when every choice has ended."""

@@ -150,7 +150,7 @@ class RouterServer:
             call.error = error
             self._artist.draw(call)
             raise
-        context.add_done_callback(lambda _: call.leave())  # whatever becomes of the handler
+        context.add_done_callback(lambda _context: call.leave())  # type: ignore[arg-type]  # whatever becomes of the handler
         await context.send_initial_metadata(((REQUEST_ID_KEY, call.id),))
         return call
 
