@@ -13,6 +13,8 @@ import logging
 from collections import OrderedDict, defaultdict, deque
 from time import monotonic_ns
 
+import msgspec
+
 from diptych.contract import telemetry
 from diptych.contract.errors import Cancelled, CapacityExceeded, DeadlineExceeded, DiptychError, Internal
 from diptych.contract.request import Key, Request
@@ -139,7 +141,11 @@ class Engine:
 
     def _deliver(self, message: Deliver) -> None:
         """A router's message. Whatever goes wrong with one request ends that request alone."""
-        asked = to_worker.decode(message.message)
+        try:
+            asked = to_worker.decode(message.message)
+        except msgspec.MsgspecError:
+            log.exception("a router sent what is no message of this protocol; it is dropped")
+            return
         if isinstance(asked, Cancel):
             self._cancel(asked)
         elif isinstance(asked, Start):

@@ -137,6 +137,7 @@ class Worker:
             device=up.device,
         )
         self._tasks = [asyncio.create_task(run()) for run in (self._pump, self._renew, self._watch)]
+        await self._register()
         return self.info
 
     async def _spawn(self) -> FrontChannel:
@@ -275,6 +276,14 @@ class Worker:
 
     def _stamped(self) -> Load:
         return msgspec.structs.replace(self._load, clock=now_pair())
+
+    async def _register(self) -> None:
+        """So that the table knows the group when `start` returns; `_renew` goes on trying where this did not succeed."""
+        assert self.info is not None
+        try:
+            await asyncio.wait_for(self.registry.renew(self.info), self.limits.register)
+        except (DiptychError, TimeoutError) as error:
+            log.warning("registry: %s", error)
 
     async def _renew(self) -> None:
         """Keeps the registry entry and, for prefill, the engine's list of decode workers. A registry that is gone for

@@ -1,8 +1,8 @@
 """Where KV may be written: one landing for each request whose blocks a decode engine has granted.
 
 The engine's main thread opens and closes landings; link threads write through them. A landing is written and closed
-under its own lock: once `close` has returned nobody writes to its blocks again, so they may be given away at once. A late
-piece of a closed landing is read off the wire into the link's staging and dropped there.
+under its own lock: once `close` has returned, nobody writes to its blocks again and they may be given away at once. A
+late piece of a closed landing is read off the wire into the link's staging and dropped there.
 """
 
 from __future__ import annotations
