@@ -98,7 +98,7 @@ def build(launch: Launch, channel: EngineChannel) -> tuple[Engine, Up]:
         max_context=min(context, blocks * settings.block_size),
         pid=os.getpid(),
         device=settings.device,
-        transport="gloo",
+        transport=handover.transport,
     )
     return engine, up
 

@@ -21,6 +21,7 @@ from diptych.workers.cache import KVCache
 from diptych.workers.sequence import Sequence
 from diptych.workers.settings import WorkerSettings
 from diptych.workers.transfer.landing import Landing, Landings
+from diptych.workers.transfer.pair import transport_for
 from diptych.workers.transfer.receiver import Arrived, Forsaken, PeerDown, PeerUp, Receiver, ReceiverEvent
 from diptych.workers.transfer.sender import (
     LinkDown,
@@ -63,6 +64,7 @@ class Handover:
         self._carriers: dict[Key, str] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.landings = Landings()
+        self.transport = transport_for(settings.device, settings.transport)
         self.receiver: Receiver | None = None
         if settings.role == "decode":
             self.receiver = Receiver(
@@ -72,6 +74,8 @@ class Handover:
                 cache.layout,
                 self.landings,
                 settings.host,
+                settings.device,
+                self.transport,
                 settings.limits,
                 settings.message_bytes,
                 self._post,
@@ -96,9 +100,18 @@ class Handover:
             if worker.role == "decode" and worker.digest == self.digest and worker.id not in self._links:
                 settings = self.settings
                 link = SendLink(
-                    worker, self.me, self.secret, self.digest, self.cache, settings.host, settings.limits,
-                    settings.message_bytes, self._post, settings.send_delay_s,
-                )  # fmt: skip
+                    worker,
+                    self.me,
+                    self.secret,
+                    self.digest,
+                    self.cache,
+                    settings.host,
+                    self.transport,
+                    settings.limits,
+                    settings.message_bytes,
+                    self._post,
+                    settings.send_delay_s,
+                )
                 self._links[worker.id] = link
                 link.start()
 
@@ -219,7 +232,7 @@ class Handover:
             telemetry.WIRE_NS: landing.wire_ns,
             telemetry.UNPACK_NS: landing.unpack_ns,
             telemetry.PEER: landing.sender,
-            telemetry.TRANSPORT: "gloo",
+            telemetry.TRANSPORT: self.transport,
         }
         return Stage(telemetry.TRANSFER_RECEIVE, landing.first_ns, landing.last_ns, attributes)
 
@@ -234,6 +247,6 @@ class Handover:
             telemetry.WAIT_NS: stats.wait_ns,
             telemetry.WIRE_NS: stats.wire_ns,
             telemetry.PEER: peer,
-            telemetry.TRANSPORT: "gloo",
+            telemetry.TRANSPORT: self.transport,
         }
         return Stage(telemetry.TRANSFER_SEND, stats.first_ns, stats.last_ns, attributes)

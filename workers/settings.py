@@ -15,6 +15,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: a folder in Hugging Face's layout (config.json, safetensors, generation_config.json).
     dtype: of weights and KV cache; auto takes the model's on a GPU and float32 on a CPU.
+    transport: of the hand-over; auto is NCCL on a GPU and gloo on a CPU. With gloo a GPU's payload passes through
+    pinned host memory, which also serves two workers on one GPU.
     cache_blocks: blocks of the KV cache; 0 takes what `cache_bytes` holds (0 there: measured on a GPU, 1 GiB on a CPU).
     max_batch: sequences in one step. token_budget: query tokens in one step (chunked prefill's budget).
     max_context: 0 takes the model's. local_prefill: decode prefills itself what it lacks up to this many tokens.
@@ -30,6 +32,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     service: str = "diptych"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     block_size: int = 16
     cache_blocks: int = 0

@@ -278,7 +278,7 @@ class Worker:
         return msgspec.structs.replace(self._load, clock=now_pair())
 
     async def _register(self) -> None:
-        """So that the table knows the group when `start` returns; `_renew` goes on trying where this did not succeed."""
+        """So that the table knows the group when `start` returns; `_renew` goes on trying where that failed."""
         assert self.info is not None
         try:
             await asyncio.wait_for(self.registry.renew(self.info), self.limits.register)

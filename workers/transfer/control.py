@@ -177,6 +177,17 @@ class Control:
             frame = self._parse()
         return frame
 
+    def check(self) -> None:
+        """Raises `TransferFailed` when the peer is gone; never waits."""
+        self.sock.settimeout(0.0)
+        try:
+            if not self.sock.recv(1, socket.MSG_PEEK):
+                raise TransferFailed("The link's peer closed its connection.")
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise TransferFailed(f"The link's peer is gone ({error}).") from error
+
     def _fill(self, limit: float) -> None:
         self.sock.settimeout(limit)
         try:

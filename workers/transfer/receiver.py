@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Event, Thread
 from time import monotonic_ns
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ from diptych.workers.transfer.control import (
     answer,
 )
 from diptych.workers.transfer.landing import Landing, Landings
-from diptych.workers.transfer.pair import RECEIVER, GlooPair, host_store
+from diptych.workers.transfer.pair import RECEIVER, Pair, Slots, Transport, host_store, make_pair
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Receiver(Thread):
         layout: KVLayout,
         landings: Landings,
         host: str,
+        device: str,
+        transport: Transport,
         limits: Limits,
         message_bytes: int,
         post: Callable[[ReceiverEvent], None],
@@ -86,6 +89,7 @@ class Receiver(Thread):
         super().__init__(name="link-listener", daemon=True)
         self.secret, self.epoch, self.digest, self.layout, self.landings = secret, epoch, digest, layout, landings
         self.host, self.limits, self.post = host, limits, post
+        self.device, self.transport = device, transport
         self.message_bytes = max(message_bytes, layout.token_bytes)
         self.store, self.store_address = host_store(host, limits.handshake)
         self._listener = socket.create_server((host, 0), backlog=64)
@@ -111,8 +115,7 @@ class Receiver(Thread):
 @dataclass
 class _Incoming:
     piece: Piece
-    slot: torch.Tensor
-    works: list[object]
+    works: list[Any]
     start: int
 
 
@@ -124,6 +127,7 @@ class ReceiveLink(Thread):
         self.receiver = receiver
         self.control = Control(sock, receiver.limits.handshake)
         self.sender = ""
+        self._pair: Pair | None = None
         self._incoming: list[_Incoming] = []
 
     def run(self) -> None:
@@ -137,20 +141,23 @@ class ReceiveLink(Thread):
         except Exception as failure:  # noqa: BLE001 - a bug here must end the link, never leave requests waiting
             error = Internal(f"The link from {self.sender} failed: {failure!r}")
         self.control.close()
+        if self._pair is not None:
+            self._pair.close()
         if self.sender:
             self.receiver.post(PeerDown(self.sender, error))
 
     def _open(self) -> None:
         owner = self.receiver
-        hello = answer(self.control, owner.secret, owner.epoch, owner.digest, GlooPair.transport, owner.store_address)
-        self.pair = GlooPair(owner.store, hello.pair, RECEIVER, owner.host, owner.limits.progress)
-        warm = torch.zeros(1, dtype=torch.uint8)
-        self.pair.finish(self.pair.receive(warm))
-        self.pair.answer()
+        hello = answer(self.control, owner.secret, owner.epoch, owner.digest, owner.transport, owner.store_address)
+        pair = self._pair = make_pair(
+            owner.transport, owner.store, hello.pair, RECEIVER, owner.host, owner.device, owner.limits.progress
+        )
+        self._slots = Slots(owner.message_bytes, owner.device, owner.transport)
+        pair.finish(pair.receive(self._slots.clear(0, 0)), self.control.check)
+        pair.answer(self.control.check)
         self.control.write(LinkReady())
         self.control.limit = owner.limits.progress
         self.sender = hello.sender
-        self._slots = [torch.empty(owner.message_bytes, dtype=torch.uint8) for _ in range(2)]
 
     def _serve(self) -> None:
         while True:
@@ -183,9 +190,10 @@ class ReceiveLink(Thread):
             raise TransferCorrupt(
                 f"A piece of {piece.bytes} bytes does not fit a slot of {self.receiver.message_bytes}."
             )
-        slot = self._slots[piece.number % 2][: piece.bytes]
+        assert self._pair is not None
+        slot = self._slots.clear(piece.number, piece.bytes)
         start = monotonic_ns()
-        self._incoming.append(_Incoming(piece, slot, self.pair.receive(slot), start))
+        self._incoming.append(_Incoming(piece, self._pair.receive(slot), start))
         self.control.write(Ready(piece.number))
 
     def _complete_all(self) -> None:
@@ -193,24 +201,30 @@ class ReceiveLink(Thread):
             self._complete(self._incoming.pop(0))
 
     def _complete(self, incoming: _Incoming) -> None:
+        assert self._pair is not None
         piece = incoming.piece
-        self.pair.finish(incoming.works)
+        self._pair.finish(incoming.works, self.control.check)
         end = monotonic_ns()
-        self.pair.answer()
-        self.control.write(Done(piece.number, self._land(piece, incoming.slot, (incoming.start, end))))
+        self._pair.answer(self.control.check)
+        self.control.write(Done(piece.number, self._land(piece, (incoming.start, end))))
 
-    def _land(self, piece: Piece, slot: torch.Tensor, wire: tuple[int, int]) -> bool:
+    def _land(self, piece: Piece, wire: tuple[int, int]) -> bool:
         landing = self.receiver.landings.find(piece.key)
         layout = self.receiver.layout
         if landing is None or landing.sender != self.sender:
             return False
+        shape = (layout.layers, 2, piece.count, layout.kv_heads, layout.head_dim)
+
+        def unpack(raw: torch.Tensor) -> bool:
+            slab = raw.view(layout.torch_dtype).view(shape)
+            return landing.write(slab, piece.first, piece.count, wire)
+
         try:
             if piece.bytes != piece.count * layout.token_bytes:
                 raise TransferCorrupt(
                     f"{piece.count} tokens came in {piece.bytes} bytes, not {piece.count * layout.token_bytes}."
                 )
-            slab = slot.view(layout.torch_dtype).view(layout.layers, 2, piece.count, layout.kv_heads, layout.head_dim)
-            return landing.write(slab, piece.first, piece.count, wire)
+            return self._slots.empty(piece.number, piece.bytes, unpack)
         except TransferCorrupt as error:
             landing.close()
             self.receiver.post(Forsaken(piece.key, error))

@@ -39,7 +39,7 @@ from diptych.workers.transfer.control import (
     Ready,
     knock,
 )
-from diptych.workers.transfer.pair import SENDER, GlooPair, connect_store
+from diptych.workers.transfer.pair import SENDER, Pair, Slots, Transport, connect_store, make_pair
 from diptych.workers.transfer.plan import Slice, plan
 
 
@@ -136,6 +136,7 @@ class SendLink(Thread):
         digest: str,
         cache: KVCache,
         host: str,
+        transport: Transport,
         limits: Limits,
         message_bytes: int,
         post: Callable[[LinkUp | LinkDown | SendClosed], None],
@@ -145,12 +146,15 @@ class SendLink(Thread):
         self.peer, self.me, self.secret, self.digest = peer, me, secret, digest
         self.cache, self.host, self.limits, self.post, self.delay_s = cache, host, limits, post, delay_s
         self.message_bytes = max(message_bytes, cache.layout.token_bytes)
+        self.transport, self.device = transport, str(cache.data.device)
         self._jobs: queue.SimpleQueue[SendTokens | SendFinish | SendAbandon | None] = queue.SimpleQueue()
         self._cancelled: set[Key] = set()  # set.add and `in` are atomic under the interpreter's lock
         self._open: dict[Key, _Open] = {}
         self._flights: list[_Flight] = []
         self._numbers = 0
         self._stop = Event()
+        self._control: Control | None = None
+        self._pair: Pair | None = None
 
     # ── the engine's side ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -170,7 +174,6 @@ class SendLink(Thread):
 
     def run(self) -> None:
         error: DiptychError = TransferFailed(f"The link to {self.peer.id} was closed.")
-        control: Control | None = None
         try:
             control = self._connect()
             self.post(LinkUp(self.peer.id))
@@ -179,8 +182,10 @@ class SendLink(Thread):
             error = failure
         except Exception as failure:  # noqa: BLE001 - a bug here must end the link, never leave requests waiting
             error = Internal(f"The link to {self.peer.id} failed: {failure!r}")
-        if control is not None:
-            control.close()
+        if self._control is not None:
+            self._control.close()
+        if self._pair is not None:
+            self._pair.close()
         self._fail_all(error)
         self.post(LinkDown(self.peer.id, error))
 
@@ -192,19 +197,19 @@ class SendLink(Thread):
             raise TransferFailed(
                 f"Decode worker {self.peer.id} at {self.peer.link} does not answer: {error}."
             ) from error
-        control = Control(sock, self.limits.handshake)
-        pair = uuid.uuid4().hex
-        hello = LinkHello(pair, self.me, self.peer.epoch, self.digest, GlooPair.transport, uuid.uuid4().bytes)
+        control = self._control = Control(sock, self.limits.handshake)
+        name = uuid.uuid4().hex
+        hello = LinkHello(name, self.me, self.peer.epoch, self.digest, self.transport, uuid.uuid4().bytes)
         opened = knock(control, self.secret, hello)
         store = connect_store((opened.store_host, opened.store_port), self.limits.handshake)
-        self.pair = GlooPair(store, pair, SENDER, self.host, self.limits.progress)
-        warm = torch.zeros(1, dtype=torch.uint8)
-        self.pair.finish(self.pair.send(warm))
+        pair = self._pair = make_pair(self.transport, store, name, SENDER, self.host, self.device, self.limits.progress)
+        self._slots = Slots(self.message_bytes, self.device, self.transport)
+        # The first message of a pair can take most of a second: not inside a request.
+        pair.finish(pair.send(self._slots.wire(0, 0)), control.check)
         frame = control.read()
         if not isinstance(frame, LinkReady):
             raise Internal(f"The link's peer sent {type(frame).__name__} where LinkReady was due.")
         control.limit = self.limits.progress
-        self._slots = [torch.empty(self.message_bytes, dtype=torch.uint8) for _ in range(2)]
         return control
 
     def _serve(self, control: Control) -> None:
@@ -241,21 +246,19 @@ class SendLink(Thread):
         self._settle(keep=1)
         self._numbers += 1
         size = piece.bytes(layout)
-        raw = self._slots[self._numbers % 2][:size]
         start = monotonic_ns()
         stats.first_ns = stats.first_ns or start
-        pack_tokens(
-            self.cache.pages,
-            job.blocks,
-            piece.first,
-            piece.count,
-            raw.view(layout.torch_dtype).view(piece.shape(layout)),
-        )
+
+        def pack(raw: torch.Tensor) -> None:
+            slab = raw.view(layout.torch_dtype).view(piece.shape(layout))
+            pack_tokens(self.cache.pages, job.blocks, piece.first, piece.count, slab)
+
+        raw = self._slots.fill(self._numbers, size, pack)
         packed = monotonic_ns()
         control.write(Piece(job.key, self._numbers, piece.first, piece.count, size))
         self._await(control, Ready)
         ready = monotonic_ns()
-        self._flights.append(_Flight(job.key, self._numbers, self.pair.send(raw), ready, size))
+        self._flights.append(_Flight(job.key, self._numbers, self._payload.send(raw), ready, size))
         stats.pack_ns += packed - start
         stats.wait_ns += ready - packed
         stats.bytes += size
@@ -265,7 +268,7 @@ class SendLink(Thread):
         """Waits until at most `keep` payloads are under way."""
         while len(self._flights) > keep:
             flight = self._flights.pop(0)
-            self.pair.finish(flight.works)
+            self._payload.finish(flight.works, self._alive)
             entry = self._open.get(flight.key)
             if entry is not None:
                 entry.stats.wire(flight.start, monotonic_ns())
@@ -280,6 +283,15 @@ class SendLink(Thread):
                 return frame
             else:
                 raise Internal(f"The link's peer sent {type(frame).__name__} where {kind} was due.")
+
+    @property
+    def _payload(self) -> Pair:
+        assert self._pair is not None
+        return self._pair
+
+    def _alive(self) -> None:
+        assert self._control is not None
+        self._control.check()
 
     def _note(self, done: Done) -> None:
         if not done.wanted:
