@@ -52,6 +52,7 @@ class EngineConfig(_Section):
     prefix_cache: bool = True
     overlap: Annotated[int, Field(ge=-1, le=1)] = -1
     message_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
+    check_integrity: bool = False
     host: str = "127.0.0.1"
 
 
@@ -88,12 +89,17 @@ class TelemetryConfig(_Section):
 
 
 class RouterConfig(_Section):
-    """max_queue: requests that may wait for capacity in one router. max_active: requests that it holds in all.
-    max_message_bytes: the largest message that a client may send."""
+    """Of each router. max_active: requests that it holds in all. max_queue: choices that may wait for a worker.
+    max_message_bytes: the largest message that a client may send. max_choices: the largest `n`. threads: that template
+    and tokenise. max_preparing: requests that may wait for those. cpus: logical ones that Ray books."""
 
-    max_queue: Positive = 1024
     max_active: Positive = 4096
+    max_queue: Positive = 1024
     max_message_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
+    max_choices: Annotated[int, Field(ge=1, le=1024)] = 16
+    threads: Positive = 2
+    max_preparing: Positive = 256
+    cpus: Annotated[float, Field(ge=0)] = 1.0
 
 
 class Config(_Section):
@@ -137,7 +143,9 @@ class Config(_Section):
 
     def cpus(self) -> float:
         """Logical CPUs that a cluster of our own needs: every group and every router."""
-        return sum(group.resources.get("CPU", 0.0) for group in self.groups()) + self.service.replicas
+        return (
+            sum(group.resources.get("CPU", 0.0) for group in self.groups()) + self.service.replicas * self.router.cpus
+        )
 
     @property
     def model_name(self) -> str:

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 
 from diptych.cluster.config import Group
-from diptych.cluster.registry import RegistryServer
+from diptych.cluster.registry import RegistryClient, RegistryServer
 from diptych.cluster.supervisor import Supervisor
-from diptych.cluster.worker_process import Down, Launch, Stop, Up, from_process, receive, send
+from diptych.cluster.worker_process import Down, Launch, Loading, Stop, Up, from_process, receive, send
 from diptych.contract.errors import Internal, from_wire
 from diptych.contract.limits import Limits
 from diptych.contract.wire import WorkerInfo
@@ -28,6 +28,7 @@ class LocalGroup:
     def __init__(self, group: Group, process: asyncio.subprocess.Process, limits: Limits) -> None:
         self.name = group.name
         self.process = process
+        self.loaded = (0, 0)
         self._limits = limits
         self._up: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._down: asyncio.Future[Down] = asyncio.get_running_loop().create_future()
@@ -81,6 +82,8 @@ class LocalGroup:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (data := await receive(reader)) is not None:
             match from_process.decode(data):
+                case Loading(done=done, total=total):
+                    self.loaded = (done, total)
                 case Up(info=info):
                     self._up.set_result(info)
                 case Down() as down:
@@ -118,6 +121,10 @@ class LocalCluster:
         """Begins to start the groups; `supervisor` tells how far they are."""
         await self.registry.start()
         self.supervisor.start()
+
+    def registry_client(self) -> RegistryClient:
+        """A `Registry` for a router of this service; call after `open`."""
+        return RegistryClient(self.registry.address, self._secret)
 
     async def stop(self, drain: bool = True) -> None:
         await self.supervisor.stop(drain)

@@ -19,14 +19,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import ray
 from ray.exceptions import AuthenticationError
 
 from diptych.cluster.processes import alive, descendants
 from diptych.cluster.ray_registry import NAMESPACE
-from diptych.contract.errors import ConfigInvalid, DiptychError, Unauthenticated
+from diptych.contract.errors import ConfigInvalid, Unauthenticated
 
-TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+TOKEN_PATH, MODE = "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"
+ASK_LIMIT = 5.0  # seconds for a cluster to say whether it knows us
 OBJECT_STORE_BYTES = 100 << 20  # requests and KV never enter it; Ray's own default is a third of the memory
 STOP_LIMIT = 10.0  # seconds from shutdown to the last process of a cluster of our own
 
@@ -54,20 +56,25 @@ class RayCluster:
 
 
 def connect(mode: str, cpus: float, gpus: float = 0.0) -> RayCluster:
-    """`local`: a cluster of our own with `cpus` logical CPUs. `auto`: the one that is found, else as local. Otherwise
-    the cluster at that address. Raises `ConfigInvalid` or `Unauthenticated` with one sentence."""
+    """`local`: a cluster of our own with `cpus` logical CPUs. `auto`: the one that Ray finds ($RAY_ADDRESS, or
+    running on this machine), else as local. Otherwise the cluster at that HOST:PORT.
+
+    Raises `ConfigInvalid` when none answers there and `Unauthenticated` without its token, each within seconds.
+    """
     if mode == "local":
         return _start(cpus, gpus)
     if mode != "auto":
         return _join(mode)
-    try:
-        return _join("auto")
-    except _NoCluster:
-        return _start(cpus, gpus)
+    found = _found()
+    return _join(found) if found else _start(cpus, gpus)
 
 
-class _NoCluster(DiptychError):
-    """Nothing answers where a cluster was looked for."""
+def _found() -> str | None:
+    from ray._private.services import canonicalize_bootstrap_address
+
+    with contextlib.suppress(ConnectionError):
+        return canonicalize_bootstrap_address("auto")
+    return None
 
 
 def _start(cpus: float, gpus: float) -> RayCluster:
@@ -95,31 +102,59 @@ def _start(cpus: float, gpus: float) -> RayCluster:
 
 
 def _join(address: str) -> RayCluster:
-    where = "the Ray cluster that was found" if address == "auto" else f"the Ray cluster at {address}"
+    """Asks first: `ray.init` itself tries for twenty seconds with a wrong token, and for ever where nobody listens."""
+    token = _token()
+    answer = _ask(address, token)
+    if answer is grpc.StatusCode.UNAUTHENTICATED:
+        raise Unauthenticated(
+            f"The Ray cluster at {address} refuses us without its token: set {TOKEN_PATH} to a file that holds it, "
+            "or start a cluster of your own with --ray local."
+        )
+    if answer is not None:
+        raise ConfigInvalid(f"No Ray cluster answers at {address} ({answer.name}); --ray local starts one.")
+    if token and MODE not in os.environ:
+        os.environ[MODE] = "token"  # Ray itself switches it on only where it found the cluster alone
+    _forget_token()
     try:
         context = _init(address=address)
-    except AuthenticationError:
-        raise Unauthenticated(
-            f"Joining {where} needs its token: set RAY_AUTH_TOKEN_PATH to a file that holds it, "
-            "or start a cluster of your own with --ray local."
-        ) from None
-    except (ConnectionError, TimeoutError) as error:
-        if address == "auto" and "RAY_ADDRESS" not in os.environ:
-            raise _NoCluster(str(error)) from None
-        raise ConfigInvalid(f"No Ray cluster answers at {_named(address)}; --ray local starts one.") from None
-    except (RuntimeError, ValueError) as error:
-        raise ConfigInvalid(f"Joining {where} failed: {str(error).strip().splitlines()[0]}") from None
+    except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigInvalid(f"Joining the Ray cluster at {address} failed: {str(error).splitlines()[0]}") from None
     return RayCluster(False, context.address_info["gcs_address"])
 
 
+def _token() -> str:
+    """The token that Ray itself would send, from the same places in the same order; empty if there is none."""
+    if os.environ.get(MODE, "token").lower() != "token":
+        return ""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token.strip()
+    path = Path(os.environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _ask(address: str, token: str) -> grpc.StatusCode | None:
+    """None if a cluster answers there and takes the token, else why not."""
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        call = channel.unary_unary(
+            "/ray.rpc.NodeInfoGcsService/GetClusterId", request_serializer=None, response_deserializer=None
+        )
+        try:
+            call(b"", metadata=metadata, timeout=ASK_LIMIT)
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code
+    return None
+
+
 def _init(**options: Any) -> Any:
+    logging.getLogger("ray").setLevel(logging.ERROR)
     return ray.init(
         namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options
     )
-
-
-def _named(address: str) -> str:
-    return os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
 
 
 def _short_folder() -> str:
@@ -129,9 +164,10 @@ def _short_folder() -> str:
 
 
 def _forget_token() -> None:
-    """Ray reads a token once a process; this one may have used another cluster before."""
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+    """Ray reads mode and token once a process; this one may have used another cluster before."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+    Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 

@@ -32,6 +32,7 @@ from diptych.contract.registry import Registry
 from diptych.contract.wire import WorkerInfo
 from diptych.workers.settings import WorkerSettings
 
+_LOOK = 0.5  # seconds between two looks at how far a group's weights are
 _POLL = 0.05  # seconds between two looks at a placement group, which Ray offers no event for
 
 
@@ -48,7 +49,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-_outcome = msgspec.msgpack.Decoder(Started | Failed)
+_outcome: msgspec.msgpack.Decoder[Started | Failed] = msgspec.msgpack.Decoder(Started | Failed)
 
 
 class WorkerActor:
@@ -57,7 +58,9 @@ class WorkerActor:
     def __init__(self, settings: bytes, secret: bytes, registry: Registry, epoch: str) -> None:
         from diptych.workers.worker import Worker  # here: the controller, which also loads this module, needs none
 
-        self._worker = Worker(msgspec.msgpack.decode(settings, type=WorkerSettings), secret, registry, epoch)
+        own = msgspec.msgpack.decode(settings, type=WorkerSettings)
+        self._loaded = (0, 0)
+        self._worker = Worker(own, secret, registry, epoch, self._note)
         self._starting: asyncio.Task[WorkerInfo] | None = None
 
     async def start(self) -> bytes:
@@ -70,11 +73,18 @@ class WorkerActor:
             outcome = Failed(error.code, str(error))
         return msgspec.msgpack.encode(outcome)
 
+    async def loaded(self) -> tuple[int, int]:
+        """How far the weights are: (done, total)."""
+        return self._loaded
+
     async def wait(self) -> str:
         return await self._worker.wait()
 
     async def stop(self, drain: bool) -> None:
         await self._worker.stop(drain)
+
+    def _note(self, done: int, total: int) -> None:
+        self._loaded = (done, total)
 
 
 def actor_name(service: str, group: str, epoch: str) -> str:
@@ -86,13 +96,17 @@ class RayGroup:
 
     def __init__(self, name: str, actor: ActorHandle[Any], place: PlacementGroup | None, limits: Limits) -> None:
         self.name = name
-        self._actor = actor
+        self.loaded = (0, 0)
+        self._actor: Any = actor
         self._place = place
         self._limits = limits
 
     async def start(self) -> WorkerInfo:
         try:
-            outcome: Started | Failed = _outcome.decode(await self._actor.start.remote())
+            starting = asyncio.ensure_future(self._actor.start.remote())
+            while not (await asyncio.wait((starting,), timeout=_LOOK))[0]:
+                self.loaded = tuple(await self._actor.loaded.remote())
+            outcome: Started | Failed = _outcome.decode(starting.result())
         except RayError as error:
             raise Internal(f"The process of {self.name} ended while it started ({_cause(error)}).") from None
         if isinstance(outcome, Failed):

@@ -28,7 +28,12 @@ log = logging.getLogger(__name__)
 
 
 class Incarnation(Protocol):
-    """One life of one group, from launch to its last process's end."""
+    """One life of one group, from launch to its last process's end.
+
+    loaded: (bytes, all bytes) of the weights while it starts; (0, 0) before that is known.
+    """
+
+    loaded: tuple[int, int]
 
     async def start(self) -> WorkerInfo:
         """Waits until it is ready. Raises a `DiptychError` with one sentence if it cannot be. May be repeated."""
@@ -46,12 +51,14 @@ Launch = Callable[[Group, str], Awaitable[Incarnation]]
 
 
 class GroupState(msgspec.Struct, frozen=True):
-    """What a launcher shows of a group. seconds: how long it has been in this state. starts: incarnations so far."""
+    """What a launcher shows of a group. seconds: how long it has been in this state. starts: incarnations so far.
+    loaded: share of the weights, 0 to 1."""
 
     name: str
     state: Literal["placing", "loading", "ready", "replacing", "failed", "stopped"]
     seconds: float
     starts: int
+    loaded: float = 0.0
     code: str = ""
     message: str = ""
 
@@ -68,6 +75,10 @@ class _Slot:
         self.error: DiptychError | None = None
         self.state: Literal["placing", "loading", "ready", "replacing", "failed", "stopped"] = "placing"
         self.since = now
+
+    def loaded(self) -> float:
+        done, total = self.incarnation.loaded if self.incarnation else (0, 0)
+        return done / total if total else 0.0
 
     def enter(self, state: Literal["placing", "loading", "ready", "replacing", "failed", "stopped"]) -> None:
         self.state = state
@@ -107,6 +118,7 @@ class Supervisor:
                 state=slot.state,
                 seconds=now - slot.since,
                 starts=slot.starts,
+                loaded=slot.loaded(),
                 code=slot.error.code if slot.error else "",
                 message=str(slot.error) if slot.error else "",
             )

@@ -1,6 +1,6 @@
 """A worker group's front as a plain process: what `local.py` starts, and the other end of its channel.
 
-    launcher ──Launch, Stop──▶ this process ──Up | Down──▶ launcher
+    launcher ──Launch, Stop──▶ this process ──Loading…, Up | Down──▶ launcher
 
 The channel is an inherited socket pair: the secret is in no argument, environment or file. Each message is a packed
 struct after its length (4 bytes, big-endian). When the launcher's end closes, its process is gone, and the group ends.
@@ -37,6 +37,13 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     drain: bool
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """done of total: how far the weights are."""
+
+    done: int
+    total: int
+
+
 class Up(msgspec.Struct, frozen=True, tag=True):
     """The group is ready."""
 
@@ -51,7 +58,7 @@ class Down(msgspec.Struct, frozen=True, tag=True):
 
 
 ToProcess = Launch | Stop
-FromProcess = Up | Down
+FromProcess = Loading | Up | Down
 to_process = msgspec.msgpack.Decoder(ToProcess)
 from_process = msgspec.msgpack.Decoder(FromProcess)
 _encoder = msgspec.msgpack.Encoder()
@@ -80,7 +87,11 @@ async def serve(channel: socket.socket) -> int:
     if not isinstance(launch, Launch):
         return 2
     registry = RegistryClient(launch.registry, launch.secret)
-    worker = Worker(launch.settings, launch.secret, registry, launch.epoch)
+
+    def loading(done: int, total: int) -> None:
+        send(writer, Loading(done, total))
+
+    worker = Worker(launch.settings, launch.secret, registry, launch.epoch, loading)
     down = await _live(worker, reader, writer)
     send(writer, down)
     writer.close()

@@ -20,6 +20,7 @@ class EchoActor(WorkerActor):
         self._settings = msgspec.msgpack.decode(settings, type=WorkerSettings)
         self._registry = registry
         self._epoch = epoch
+        self._loaded = (0, 0)
         self._ended = asyncio.Event()
 
     async def start(self) -> bytes:

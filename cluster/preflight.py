@@ -1,0 +1,105 @@
+"""What can be known to be wrong before anything starts: the model's folder, looked at without loading it.
+
+Takes milliseconds and imports no torch. The loader and the router check everything again and in depth; this only spares
+an operator the wait for a cluster when the folder cannot work.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from diptych.contract.errors import ConfigInvalid, ModelUnsupported
+from diptych.workers.model.family import FAMILIES
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEADER_LIMIT = 100 << 20  # the format's own
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a path, or of a model that the local hub cache holds already; nothing is downloaded.
+
+    Raises `ConfigInvalid` saying what to do."""
+    if not name:
+        raise ConfigInvalid("No model was named: pass --model FOLDER, or run `diptych demo`.")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise ConfigInvalid(f"The model {name} is a file; pass the folder that holds config.json and safetensors.")
+    return _cached(name)
+
+
+def check_model(folder: Path, *, weights: bool = True) -> None:
+    """Raises `ModelUnsupported` naming the file (or the architecture) that cannot work."""
+    config = _read(folder / "config.json")
+    architectures = config.get("architectures") or []
+    if not any(name in FAMILIES for name in architectures):
+        found = ", ".join(map(str, architectures)) or "no architecture"
+        raise ModelUnsupported(f"{folder / 'config.json'} names {found}; supported are {', '.join(FAMILIES)}.")
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelUnsupported(
+            f"The tokenizer {folder / 'tokenizer.json'} is missing; copy it from the model's source."
+        )
+    _read(folder / "tokenizer.json")
+    if weights:
+        _check_weights(folder)
+
+
+def _cached(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigInvalid(f"The model folder {name} does not exist.")
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        raise ConfigInvalid(
+            f"{name} is neither a folder nor a model in the local hub cache; Diptych downloads nothing by itself."
+        ) from None
+
+
+def _check_weights(folder: Path) -> None:
+    if (folder / _INDEX).is_file():
+        named = _read(folder / _INDEX).get("weight_map")
+        if not isinstance(named, dict) or not named:
+            raise ModelUnsupported(f"{folder / _INDEX} has no weight_map.")
+        for name in sorted(set(named.values())):
+            _check_safetensors(folder / str(name))
+    elif (folder / _SINGLE).is_file():
+        _check_safetensors(folder / _SINGLE)
+    else:
+        raise ModelUnsupported(f"{folder} holds neither {_SINGLE} nor {_INDEX}; only safetensors are read.")
+
+
+def _check_safetensors(path: Path) -> None:
+    """The header must parse, and the file be as long as its header says."""
+    if not path.is_file():
+        raise ModelUnsupported(f"The weight file {path} is missing, which the index names.")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise ModelUnsupported(f"The weight file {path} is damaged or cut short: its header is not whole.")
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            needed = 8 + length + max(ends, default=0)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            raise ModelUnsupported(f"The weight file {path} is damaged: its header cannot be read.") from None
+    if size != needed:
+        raise ModelUnsupported(f"The weight file {path} is damaged or cut short: {size} bytes of {needed}.")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelUnsupported(f"{path} is missing; the folder must be in Hugging Face's layout.") from None
+    except (OSError, ValueError) as error:
+        raise ModelUnsupported(f"{path} cannot be read: {error}.") from None
+    if not isinstance(tree, dict):
+        raise ModelUnsupported(f"{path} must hold a JSON object.")
+    return tree
