@@ -19,6 +19,8 @@ from diptych.contract.errors import Internal
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COUNTERS = 1 << 17
+DEPENDENT = True
+"""Off: every kernel waits for its predecessor's end (benchmarks measure the difference)."""
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 _scratch: dict[tuple[torch.device, str], Tensor] = {}
@@ -33,9 +35,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
+def _capable(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start before its predecessor ends (Hopper's programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return DEPENDENT and _capable(device)
 
 
 def launch_options(device: torch.device, pdl: bool) -> dict[str, bool]:

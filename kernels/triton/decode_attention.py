@@ -22,7 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def decode_attention_kernel(
-    q_ptr, o_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, position_ptr, slot_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr,
+    q_ptr, o_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, slot_ptr, cos_ptr, sin_ptr, qn_ptr, kn_ptr,
     part_ptr, count_ptr, stat_ptr,
     q_stride, table_stride, k_block, k_token, k_head, v_block, v_token, v_head, scale, softcap, eps, phi, low, high,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
@@ -47,10 +47,12 @@ def decode_attention_kernel(
     queries = tl.load(entry + 7)
     dim = tl.arange(0, D)
     token = tl.arange(0, TILE)
+    row = tl.arange(0, PAD)
     table = table_ptr + seq.to(tl.int64) * table_stride
     k_base = k_ptr + head * k_head
     v_base = v_ptr + head * v_head
-    # Old pages were written by earlier steps: they may be touched before the predecessor ends.
+    # What earlier steps wrote (old pages) and what the step was given (tables of the rotary embedding) is touched before
+    # the predecessor ends: the chain of loads behind it is what a short context waits for.
     pos = begin + token
     if PEEL:
         page = tl.load(table + pos // PAGE, mask=pos < end, other=0).to(tl.int64)
@@ -65,48 +67,50 @@ def decode_attention_kernel(
         lines = tl.arange(0, D // 64) * 64
         prefetch(k_base + (page * k_block + near % PAGE * k_token)[:, None] + lines[None, :])
         prefetch(v_base + (page * v_block + near % PAGE * v_token)[:, None] + lines[None, :])
+    last = begin < 0  # whether this item opens its sum with the new token
+    score = tl.zeros((PAD,), tl.float32)
+    opening_v = tl.zeros((D,), tl.float32)
+    turned = tl.where(dim < R // 2, dim + R // 2, tl.where(dim < R, dim - R // 2, dim))
+    if FUSED:
+        last = first_item + splits - 1 == item
+        angle = (context - 1).to(tl.int64) * R  # a lone new token stands at the end of its context
+        cos = tl.load(cos_ptr + angle + dim, mask=dim < R, other=1.0)
+        sin = tl.load(sin_ptr + angle + dim, mask=dim < R, other=0.0)
+        if QK_NORM:
+            q_weight, q_weight_other = tl.load(qn_ptr + dim)[None, :], tl.load(qn_ptr + turned)[None, :]
     enter(PDL)
 
-    row = tl.arange(0, PAD)
     q_index = row // G
     q_head = head * G + row % G
     alive = row < G * queries
     q_at = q_ptr + (q_first + q_index).to(tl.int64)[:, None] * q_stride + q_head[:, None] * D
     q = tl.load(q_at + dim[None, :], mask=alive[:, None], other=0.0)
     q_pos = context - queries + q_index
-    last = begin < 0  # whether this item opens its sum with the new token
-    score = tl.zeros((PAD,), tl.float32)
-    opening_v = tl.zeros((D,), tl.float32)
     if FUSED:
-        last = first_item + splits - 1 == item
-        turned = tl.where(dim < R // 2, dim + R // 2, tl.where(dim < R, dim - R // 2, dim))
-        angle = tl.load(position_ptr + q_first) * R
-        cos = tl.load(cos_ptr + angle + dim, mask=dim < R, other=1.0)
-        sin = tl.load(sin_ptr + angle + dim, mask=dim < R, other=0.0)
         other = tl.load(q_at + turned[None, :], mask=alive[:, None], other=0.0)
-        row_at = q_ptr + q_first.to(tl.int64) * q_stride
-        k_at = row_at + (HEADS + head) * D
-        new_k = tl.load(k_at + dim)
-        other_k = tl.load(k_at + turned)
-        new_v = tl.load(row_at + (HEADS + KV_HEADS + head) * D + dim)
         wide, wide_other = q.to(tl.float32), other.to(tl.float32)
-        wide_k, wide_k_other = new_k.to(tl.float32), other_k.to(tl.float32)
         if QK_NORM:
             q_scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
-            k_scale = tl.rsqrt(tl.sum(wide_k * wide_k, axis=0) / D + eps)
-            wide = _normed(wide, q_scale, tl.load(qn_ptr + dim)[None, :], q.dtype)
-            wide_other = _normed(wide_other, q_scale, tl.load(qn_ptr + turned)[None, :], q.dtype)
-            wide_k = _normed(wide_k, k_scale, tl.load(kn_ptr + dim), q.dtype)
-            wide_k_other = _normed(wide_k_other, k_scale, tl.load(kn_ptr + turned), q.dtype)
+            wide = _normed(wide, q_scale, q_weight, q.dtype)
+            wide_other = _normed(wide_other, q_scale, q_weight_other, q.dtype)
         q = (wide * cos[None, :] + wide_other * sin[None, :]).to(q.dtype)
-        new_k = (wide_k * cos + wide_k_other * sin).to(q.dtype)
         if last:
+            row_at = q_ptr + q_first.to(tl.int64) * q_stride
+            k_at = row_at + (HEADS + head) * D
+            wide_k = tl.load(k_at + dim).to(tl.float32)
+            wide_k_other = tl.load(k_at + turned).to(tl.float32)
+            new_v = tl.load(row_at + (HEADS + KV_HEADS + head) * D + dim)
+            if QK_NORM:
+                k_scale = tl.rsqrt(tl.sum(wide_k * wide_k, axis=0) / D + eps)
+                wide_k = _normed(wide_k, k_scale, tl.load(kn_ptr + dim), q.dtype)
+                wide_k_other = _normed(wide_k_other, k_scale, tl.load(kn_ptr + turned), q.dtype)
+            new_k = (wide_k * cos + wide_k_other * sin).to(q.dtype)
             slot = tl.load(slot_ptr + q_first)
             tl.store(k_base + slot // PAGE * k_block + slot % PAGE * k_token + dim, new_k)
             tl.store(v_base + slot // PAGE * v_block + slot % PAGE * v_token + dim, new_v)
-        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1)
-        score = _scaled(score, scale, softcap, SOFTCAP)
-        opening_v = new_v.to(tl.float32)
+            score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1)
+            score = _scaled(score, scale, softcap, SOFTCAP)
+            opening_v = new_v.to(tl.float32)
     maximum, denominator, acc = _opened(last, score, opening_v)
     if PEEL:
         s = _scores(q, k0, pos, end, q_pos, scale, softcap, WINDOW, SOFTCAP, FUSED)

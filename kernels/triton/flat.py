@@ -13,7 +13,7 @@ import triton.language as tl
 from diptych.kernels.triton.common import enter, prefetch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def flat_kernel(
     x_ptr, w_ptr, g_ptr, b_ptr, r_ptr, o_ptr, part_ptr, count_ptr,
     m, n, x_stride, r_stride, o_stride, eps,

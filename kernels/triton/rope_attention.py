@@ -59,10 +59,15 @@ class Shape:
 
 
 def decode_config(sequences: int, kv_heads: int, itemsize: int) -> DecodeConfig:
-    """By what a captured graph fixes, which is the batch size, not the lengths."""
+    """By what a captured graph fixes, which is the batch size, not the lengths. From a sweep on an H200."""
     if itemsize == 4:
         return DecodeConfig(tile=32, stages=2, blocks=2)
-    return DecodeConfig()
+    heads = sequences * kv_heads
+    if heads >= 512:  # several waves without any split: small blocks, many at once
+        return DecodeConfig(tile=64, warps=2, stages=3, blocks=1, ahead=64)
+    if heads >= 128:
+        return DecodeConfig(tile=128, warps=4, stages=3, blocks=3, ahead=128)
+    return DecodeConfig(tile=128, warps=4, stages=5, blocks=1, ahead=128)
 
 
 def rope_attention(
@@ -146,7 +151,7 @@ def _decode(
     q_norm, k_norm, eps = norms
     log2e = 1.4426950408889634
     decode_attention_kernel[(items, kv_heads)](
-        q, out, k_cache, v_cache, batch.block_tables, plan.items, batch.positions, batch.slots,
+        q, out, k_cache, v_cache, batch.block_tables, plan.items, batch.slots,
         q if rope is None else rope.cos, q if rope is None else rope.sin,
         q if q_norm is None else q_norm, q if k_norm is None else k_norm,
         partials(device, items * kv_heads * rows * (d + 2)), counters(device),

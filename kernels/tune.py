@@ -1,0 +1,207 @@
+"""The sweep behind the dataflow: finds, for each [K, N, dtype, M], the fastest product on the GPU at hand.
+
+`diptych tune` calls `tune`. Candidates come from a pure function of the problem; kernels are compiled by a pool of
+processes, then timed one after the other in captured graphs whose weights rotate past the L2 cache. Our kernel is chosen
+only where it beats the library by more than MARGIN.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diptych.kernels.dataflow import LIBRARY, TABLES, Choice, Fusion, Problem, table_name
+from diptych.kernels.timing import Replay, paired
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+MARGIN = 0.99
+AHEAD = (256, 1024)
+SHARED_MEMORY = 220 * 1024
+ROTATE_BYTES = 400 << 20
+Shape = tuple[int, int, Fusion]
+
+
+@dataclass(frozen=True)
+class Finding:
+    problem: Problem
+    choice: Choice
+    us: float
+    library_us: float
+
+
+def candidates(problem: Problem, multiprocessors: int = 132) -> list[Choice]:
+    """Legal launches worth a try, most promising first in no order."""
+    found = []
+    if problem.m <= 4 and problem.m != 3:
+        found += _gemv_candidates(problem)
+    if problem.m > 1:
+        found += _flat_candidates(problem, multiprocessors)
+    return found
+
+
+def _gemv_candidates(problem: Problem) -> list[Choice]:
+    gate = 2 if problem.fusion == "norm_gate" else 1
+    tiles = [(bn, bk) for bn in (2, 4, 8, 16, 32) for bk in (256, 512, 1024, 2048)]
+    return [
+        Choice("gemv", bn, bk, 1, warps, stages)
+        for bn, bk in tiles
+        for warps in (4, 8)
+        for stages in (2, 3, 4, 6)
+        if 1024 <= bn * bk <= 8192 // max(1, problem.m // 2)
+        and bn * bk * gate * problem.m <= 96 * 32 * warps
+        and 16 << 10 <= bn * bk * 2 * gate * stages <= 110 << 10
+    ]
+
+
+def _flat_candidates(problem: Problem, multiprocessors: int) -> list[Choice]:
+    gate = 2 if problem.fusion == "norm_gate" else 1
+    n, bm = problem.n // gate, max(16, 1 << (problem.m - 1).bit_length())
+    found = []
+    for bn, warps in ((64, 4), (128, 4), (128, 8)):
+        for bk in (64, 128, 256):
+            if problem.fusion != "plain" and bm * bk > 64 * 32 * warps:
+                continue  # the squares of x live in registers
+            stage = (bn * gate + bm) * bk * 2
+            depths = [s for s in (8, 6, 5, 4, 3) if stage * s <= SHARED_MEMORY][:2]
+            depths += [s for s in (4, 3) if stage * s <= SHARED_MEMORY // 2][:1]
+            for split in (1, 2, 3, 4, 8):
+                blocks = -(-n // bn) * split
+                if split > 1 and (blocks > 4 * multiprocessors or problem.k // split < 4 * bk):
+                    continue
+                found += [Choice("flat", bn, bk, split, warps, stages) for stages in sorted(set(depths))]
+    return found
+
+
+def tune(
+    shapes: Iterable[Shape],
+    *,
+    rows: Iterable[int] = ROWS,
+    dtype: torch.dtype = torch.bfloat16,
+    folder: Path = TABLES,
+    limit_s: float = 600.0,
+    say: Callable[[str], None] = log.info,
+) -> Path:
+    """Sweeps shapes (K, N, fusion), merges the findings into this GPU's table and returns its path. Stops sweeping, not
+    writing, after `limit_s`."""
+    device, until = torch.cuda.get_device_name(), time.monotonic() + limit_s
+    name = str(dtype).removeprefix("torch.")
+    problems = [Problem(k, n, m, name, fusion) for k, n, fusion in shapes for m in rows]
+    compile_all(problems, say)
+    findings: list[Finding] = []
+    bench: Bench | None = None
+    for problem in problems:
+        if time.monotonic() > until:
+            say(f"out of time before {problem}")
+            break
+        if bench is None or not bench.serves(problem):
+            bench = Bench(problem, dtype)
+        findings.append(bench.find(problem, say))
+    path = folder / table_name(device)
+    path.write_text(json.dumps(merged(path, device, findings), indent=1) + "\n")
+    return path
+
+
+def merged(path: Path, device: str, findings: Iterable[Finding]) -> dict[str, Any]:
+    import triton
+
+    data = json.loads(path.read_text()) if path.exists() else {"device": device, "entries": {}}
+    data.update(torch=torch.__version__, triton=triton.__version__, date=time.strftime("%Y-%m-%d"))
+    for f in findings:
+        row = {"choice": asdict(f.choice), "us": round(f.us, 2), "library_us": round(f.library_us, 2)}
+        data["entries"].setdefault(f.problem.key, {})[str(f.problem.m)] = row
+    return data
+
+
+class Bench:
+    """Weights of one shape, enough of them that none is in the L2 cache when its turn comes."""
+
+    def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
+        self.k, self.n, self.fusion, self.dtype = problem.k, problem.n, problem.fusion, dtype
+        copies = max(2, -(-ROTATE_BYTES // (self.k * self.n * dtype.itemsize)))
+        shape = (copies, self.n, self.k)
+        self.weights = torch.randn(shape, dtype=dtype, device="cuda").mul_(self.k**-0.5).unbind()
+        self.norm = torch.randn(self.k, dtype=dtype, device="cuda")
+
+    def serves(self, problem: Problem) -> bool:
+        return (self.k, self.n, self.fusion) == (problem.k, problem.n, problem.fusion)
+
+    def replay(self, m: int, choice: Choice) -> Replay:
+        from diptych.kernels.triton.products import product
+
+        x = torch.randn(m, self.k, dtype=self.dtype, device="cuda")
+        residual = torch.randn(m, self.n, dtype=self.dtype, device="cuda") if self.fusion == "plain" else None
+        norm = None if self.fusion == "plain" else (self.norm, 1e-5)
+
+        def call(weight: Tensor) -> Callable[[], object]:
+            gate = self.fusion == "norm_gate"
+            return lambda: product(x, weight, norm=norm, gate=gate, residual=residual, choice=choice)
+
+        rounds = max(1, 24 // len(self.weights))
+        return Replay([call(w) for _ in range(rounds) for w in self.weights])
+
+    def find(self, problem: Problem, say: Callable[[str], None]) -> Finding:
+        library = self.replay(problem.m, LIBRARY)
+        library_us = library.time(9).us
+        times = self._race(problem.m, candidates(problem))
+        leaders = [choice for _, choice in times[:3]]
+        times += self._race(problem.m, [replace(c, ahead=ahead) for c in leaders for ahead in AHEAD])
+        best = Finding(problem, LIBRARY, library_us, library_us)
+        for _, choice in sorted(times, key=lambda t: t[0])[:3]:
+            ours, theirs, ratio, _ = paired(self.replay(problem.m, choice), library, 11)
+            if ratio < MARGIN and ours.us < best.us:
+                best = Finding(problem, choice, ours.us, theirs.us)
+        say(f"{problem.key} M={problem.m}: {best.choice} {best.us:.1f} µs, library {best.library_us:.1f} µs")
+        return best
+
+    def _race(self, m: int, choices: list[Choice]) -> list[tuple[float, Choice]]:
+        times = []
+        for choice in choices:
+            try:
+                times.append((self.replay(m, choice).time(3).us, choice))
+            except Exception as error:  # noqa: BLE001 - a candidate that does not fit this GPU is no candidate
+                log.debug("%s: %s", choice, error)
+        return sorted(times, key=lambda t: t[0])
+
+
+def compile_all(problems: list[Problem], say: Callable[[str], None]) -> None:
+    """Compiles every candidate into Triton's cache, which the timing process then reads."""
+    start = time.monotonic()
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    jobs: dict[tuple[Any, ...], tuple[Problem, Choice]] = {}
+    for problem in problems:
+        for choice in candidates(problem):
+            rows = problem.m if choice.kind == "gemv" else max(16, 1 << (problem.m - 1).bit_length())
+            jobs.setdefault((problem.key, rows, choice), (problem, choice))
+    work = list(jobs.values())
+    parts = [work[i::workers] for i in range(workers)]
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, parts))
+    say(f"compiled {len(jobs)} kernels in {time.monotonic() - start:.0f} s")
+
+
+def _compile(jobs: list[tuple[Problem, Choice]]) -> None:
+    from diptych.kernels.triton.products import product
+
+    for problem, choice in jobs:
+        dtype = getattr(torch, problem.dtype)
+        x = torch.zeros(problem.m, problem.k, dtype=dtype, device="cuda")
+        weight = torch.zeros(problem.n, problem.k, dtype=dtype, device="cuda")
+        norm = None if problem.fusion == "plain" else (weight[0], 1e-5)
+        residual = torch.zeros(problem.m, problem.n, dtype=dtype, device="cuda") if norm is None else None
+        try:
+            product(x, weight, norm=norm, gate=problem.fusion == "norm_gate", residual=residual, choice=choice)
+        except Exception as error:  # noqa: BLE001 - the timing process meets it again and skips it
+            log.debug("%s: %s", choice, error)
