@@ -36,7 +36,7 @@ from diptych.contract.wire import Step as StepMessage
 from diptych.workers.blocks import BlockPool
 from diptych.workers.channel import Deliver, Drain, Emit, EngineChannel, Peers, Report, SessionGone, ToEngine
 from diptych.workers.handover import Handover
-from diptych.workers.runner import Launch, Runner
+from diptych.workers.runner import Launch, Launched, Runner
 from diptych.workers.scheduler import Scheduler, Step
 from diptych.workers.sequence import Sequence, State
 from diptych.workers.settings import WorkerSettings
@@ -64,7 +64,7 @@ class Engine:
         self.failures = 0
         self.step_ns = 0
         self._busy = False
-        self._launched: deque[Launch] = deque()
+        self._launched: deque[Launched] = deque()
         self._outbox: dict[str, list[TokenOut]] = defaultdict(list)
         self._drawn_at = 0
         self._swept = 0
@@ -94,8 +94,7 @@ class Engine:
         if step is not None:
             self._announce_revoked(step)
             self._launch(step)
-        while len(self._launched) > (self.runner.overlap if step is not None else 0):
-            self.commit(self._launched.popleft())
+        self._commit_all(keep=self.runner.overlap if step is not None else 0)
         # With nothing launched only a message, an event or a deadline can change anything, and each of them wakes us.
         self._busy = step is not None or bool(self._launched)
         self._report()
@@ -107,6 +106,8 @@ class Engine:
         return max(0.0, min(left, self.limits.heartbeat))
 
     def _launch(self, step: Step) -> None:
+        if any(row.seq.needs_output and row.seq.pending > row.sample for row in step.rows):
+            self._commit_all()  # penalties count tokens that must be on the host first
         try:
             self._launched.append(self.runner.launch(step))
             self.failures = 0
@@ -117,6 +118,10 @@ class Engine:
             self._abort(step, Internal(f"A step failed: {error}"))
             if self.failures >= FAILURES:
                 raise Internal(f"{FAILURES} steps in a row failed, the last with {error!r}.") from error
+
+    def _commit_all(self, keep: int = 0) -> None:
+        while len(self._launched) > keep:
+            self.commit(self._launched.popleft())
 
     def _abort(self, step: Step, error: DiptychError) -> None:
         for row in step.rows:
@@ -269,11 +274,11 @@ class Engine:
 
     # ── commit ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def commit(self, launch: Launch) -> None:
+    def commit(self, launched: Launched) -> None:
         """Applies a step's results: tokens go out, sequences end, move on, or are handed over."""
-        launch = launch.result()
+        launch = launched.result()
+        self.step_ns = launch.finished - max(launch.started, self._drawn_at)
         self._drawn_at = launch.finished
-        self.step_ns = launch.finished - launch.started
         drawn = iter(launch.drawn)
         for index, row in enumerate(launch.step.rows):
             seq = row.seq

@@ -6,9 +6,11 @@ sampler; knows no queues.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import monotonic_ns
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,8 +45,28 @@ class Launch:
     finished: int
 
     def result(self) -> Launch:
-        """Waits for the device and returns the launch with its results."""
         return self
+
+
+class Launched(Protocol):
+    """A step that was launched and may still run."""
+
+    def result(self) -> Launch:
+        """Waits for the device; the step's results."""
+        ...
+
+
+def sample_row(row: Row) -> SampleRow:
+    """What the token after this row's last one is drawn for."""
+    seq, request = row.seq, row.seq.request
+    return SampleRow(
+        sampling=request.sampling,
+        stopping=request.stopping,
+        position=row.start + row.count - seq.prompt_len,
+        prompt_ids=request.prompt,
+        output_ids=seq.tokens[seq.prompt_len :] if seq.needs_output else (),
+        logprobs=request.logprobs,
+    )
 
 
 class Runner:
@@ -58,42 +80,35 @@ class Runner:
         self.overlap = 0  # steps that may be launched before the last one is committed
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Launch:
+    def launch(self, step: Step) -> Launched:
         started = monotonic_ns()
         rows = step.rows
         batch = self._batch(rows)
         hidden = self.decoder(batch, self.cache)
         ends = (np.cumsum([row.count for row in rows]) - 1).tolist()
         picks = [end for end, row in zip(ends, rows, strict=True) if row.sample]
-        prompt = self._prompt_logprobs(rows, hidden, ends)
+        prompt = {
+            index: prompt_logprobs(logits, following, count)
+            for index, logits, following, count in self._prompt_logits(rows, hidden, ends)
+        }
         drawn: list[Drawn] = []
         if picks:
             wanted = hidden if len(picks) == len(hidden) else hidden[torch.tensor(picks, device=hidden.device)]
             logits = self.decoder.logits(wanted)
-            found = self.sampler.sample(logits, [self._sample_row(row) for row in rows if row.sample])
+            found = self.sampler.sample(logits, [sample_row(row) for row in rows if row.sample])
             drawn = [Drawn(token, logprob) for token, logprob in found]
         return Launch(step, drawn, prompt, started, monotonic_ns())
 
-    def _sample_row(self, row: Row) -> SampleRow:
-        seq, request = row.seq, row.seq.request
-        return SampleRow(
-            sampling=request.sampling,
-            stopping=request.stopping,
-            position=row.start + row.count - seq.prompt_len,
-            prompt_ids=request.prompt,
-            output_ids=seq.tokens[seq.prompt_len :] if seq.needs_output else (),
-            logprobs=request.logprobs,
-        )
-
-    def _batch(self, rows: Seq[Row]) -> Batch:
+    def _batch(self, rows: Seq[Row], unknown: Seq[int] = ()) -> Batch:
+        """unknown: for each row, the token that stands in where its only one is not on the host yet."""
         block_size = self.block_size
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        for row in rows:
+        for index, row in enumerate(rows):
             blocks = row.seq.blocks
             span = range(row.start, row.start + row.count)
-            tokens += row.seq.tokens[row.start : row.start + row.count]
+            tokens += row.seq.tokens[row.start : row.start + row.count] or [unknown[index]]
             positions += span
             slots += [blocks[at // block_size] * block_size + at % block_size for at in span]
         counts = tuple(row.count for row in rows)
@@ -120,15 +135,14 @@ class Runner:
             max_context=max(contexts),
         )
 
-    def _prompt_logprobs(self, rows: Seq[Row], hidden: torch.Tensor, ends: Seq[int]) -> dict[int, list[Logprob]]:
-        """For rows whose request asks: the log-probability of each prompt token that follows a token of this chunk."""
-        found: dict[int, list[Logprob]] = {}
+    def _prompt_logits(
+        self, rows: Seq[Row], hidden: torch.Tensor, ends: Seq[int]
+    ) -> Iterator[tuple[int, torch.Tensor, list[int], int]]:
+        """For rows whose request asks for prompt log-probabilities: (row index, logits after its prompt tokens, the
+        tokens that follow them, alternatives)."""
         for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
             seq, count = row.seq, row.seq.request.prompt_logprobs
             following = seq.tokens[row.start + 1 : min(row.start + row.count + 1, seq.prompt_len)]
-            if count is None or not following or seq.generated:
-                continue
-            first = end + 1 - row.count
-            logits = self.decoder.logits(hidden[first : first + len(following)])
-            found[index] = prompt_logprobs(logits, following, count)
-        return found
+            if count is not None and following and not seq.generated:
+                first = end + 1 - row.count
+                yield index, self.decoder.logits(hidden[first : first + len(following)]), following, count

@@ -45,6 +45,12 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[tuple[int, Logprob | None]]:
         """One (token, log-probability if asked for) a row. logits: [B, vocab] float32, one row each of `rows`, not
         modified. A row's result does not depend on the others. A batch without any option costs one argmax."""
+        tokens: list[int] = self.ids(logits, rows).tolist()
+        return list(zip(tokens, self.logprobs(logits, tokens, rows), strict=True))
+
+    @torch.inference_mode()
+    def ids(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """The tokens [B] int64 of `sample`, on the device: the host does not wait for them."""
         adjusted = self._adjust(logits, rows)
         drawn = [index for index, row in enumerate(rows) if not row.sampling.greedy]
         if len(drawn) == len(rows):
@@ -54,8 +60,12 @@ class Sampler:
             if drawn:
                 picked = torch.tensor(drawn, device=self.device)
                 ids[picked] = self._draw(adjusted[picked], [rows[index] for index in drawn])
-        tokens: list[int] = ids.tolist()
-        return list(zip(tokens, self._logprobs(logits, tokens, rows), strict=True))
+        return ids
+
+    @staticmethod
+    def changes(row: SampleRow) -> bool:
+        """Whether the row's logits are adjusted before the draw."""
+        return any(change.wanted(row) for change in _CHANGES)
 
     def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Logits with masks, biases and penalties: the given tensor itself when no row asks for any."""
@@ -83,7 +93,8 @@ class Sampler:
         )
         return sample(logits, params)
 
-    def _logprobs(self, logits: Tensor, tokens: list[int], rows: Sequence[SampleRow]) -> list[Logprob | None]:
+    def logprobs(self, logits: Tensor, tokens: list[int], rows: Sequence[SampleRow]) -> list[Logprob | None]:
+        """For each row that asks: how likely the model held its token, and the best alternatives."""
         found: list[Logprob | None] = [None] * len(rows)
         asked = [index for index, row in enumerate(rows) if row.logprobs is not None]
         if asked:

@@ -1,0 +1,214 @@
+"""Executes steps on a GPU without the host on the critical path.
+
+A step's inputs are staged in pinned memory and copied in one piece while the step before runs. A token that was drawn
+but not yet committed is fed to the next step on the device. Decode steps replay a CUDA graph from a ladder of batch
+sizes, padded with rows that read and write a block of their own; steps with chunks of prompts run eagerly.
+
+    engine:  schedule(n+1) ─ launch(n+1) ─ commit(n) ─ schedule(n+2) …
+    device:  … step n ────────────┤ step n+1 ──────────────┤
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import Any
+
+import numpy as np
+import torch
+
+from diptych.contract.wire import Logprob
+from diptych.kernels.batch import Batch
+from diptych.workers.cache import KVCache
+from diptych.workers.model.decoder import Decoder
+from diptych.workers.runner import Drawn, Launch, Launched, Runner, sample_row
+from diptych.workers.sampler import Sampler, SampleRow, prompt_logprobs
+from diptych.workers.scheduler import Row, Step
+
+log = logging.getLogger("diptych.runner")
+
+LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
+HOST = -1  # feedback: the token is known on the host
+
+
+def ladder(max_batch: int) -> list[int]:
+    """Batch sizes to capture, the last at least `max_batch`."""
+    sizes = [size for size in LADDER if size < max_batch]
+    return [*sizes, max_batch]
+
+
+PromptLogits = tuple[int, torch.Tensor, list[int], int]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A launch whose results are on their way to the host. kept: logits, when a row asked for log-probabilities."""
+
+    step: Step
+    started: int
+    ready: Any
+    ids: torch.Tensor
+    rows: Sequence[SampleRow]
+    kept: torch.Tensor | None
+    prompts: Sequence[PromptLogits]
+    sampler: Sampler
+
+    def result(self) -> Launch:
+        self.ready.synchronize()
+        tokens: list[int] = self.ids.tolist()
+        logprobs: list[Logprob | None] = [None] * len(tokens)
+        if self.kept is not None:
+            logprobs = self.sampler.logprobs(self.kept, tokens, self.rows)
+        drawn = [Drawn(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+        prompt = {index: prompt_logprobs(logits, following, n) for index, logits, following, n in self.prompts}
+        return Launch(self.step, drawn, prompt, self.started, monotonic_ns())
+
+
+class _Graph:
+    """One captured decode step of `size` rows: its inputs, in one tensor, and what it leaves."""
+
+    def __init__(self, owner: DeviceRunner, size: int) -> None:
+        self.size = size
+        self.width = owner.width
+        self.inputs = torch.zeros(size * (5 + self.width), dtype=torch.int32, device=owner.device)
+        self.host = [torch.zeros_like(self.inputs, device="cpu").pin_memory() for _ in range(2)]
+        self.turn = 0
+        owner.pad(self.host[0].numpy(), 0, size)
+        self.inputs.copy_(self.host[0])
+        owner.decode(self)  # compiles and loads kernels, and warms the allocator, outside the capture
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=owner.pool, capture_error_mode="thread_local"):
+            self.logits = owner.decode(self)
+        owner.pool = self.graph.pool()
+
+    def column(self, buffer: Any, index: int) -> Any:
+        return buffer[index * self.size : (index + 1) * self.size]
+
+
+class DeviceRunner(Runner):
+    """One rank's model and memory on a GPU. `overlap` is 1: a step may be launched before the last is committed."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        sampler: Sampler,
+        max_batch: int,
+        max_context: int,
+        graphs: bool = True,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """cache: with one block more than the pool knows of, for padded rows."""
+        super().__init__(decoder, cache, sampler)
+        self.overlap = 1
+        self.device = cache.data.device
+        self.width = -(-max_context // self.block_size)
+        self.max_context = max_context
+        self.trash = cache.num_blocks - 1
+        self.drawn = torch.zeros(max_batch + 1, dtype=torch.int64, device=self.device)
+        self.pool: Any = None
+        self._graphs: list[_Graph] = []
+        self._ids = [torch.zeros(max_batch, dtype=torch.int64).pin_memory() for _ in range(2)]
+        self._turn = 0
+        self._order: dict[int, int] = {}  # of the last launch: id(sequence) → its row among the drawn ones
+        sizes = ladder(max_batch) if graphs else []
+        with torch.inference_mode():
+            for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit its memory
+                self._graphs.insert(0, _Graph(self, size))
+                progress(done + 1, len(sizes))
+
+    # ── the captured part ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def decode(self, graph: _Graph) -> torch.Tensor:
+        """From the graph's inputs to logits [size, vocab] float32; leaves greedy tokens in `drawn`."""
+        size, inputs = graph.size, graph.inputs
+        host, feedback, positions, slots, contexts = (inputs[i * size : (i + 1) * size] for i in range(5))
+        tokens = torch.where(feedback >= 0, self.drawn[feedback.long().clamp(min=0)], host.long())
+        batch = Batch(
+            token_ids=tokens,
+            positions=positions.long(),
+            slots=slots.long(),
+            query_start=torch.arange(size + 1, dtype=torch.int32, device=self.device),
+            context_lens=contexts,
+            block_tables=inputs[5 * size :].view(size, self.width),
+            query_lens=(),
+            contexts=(),
+            tables=(),
+            max_query=1,
+            max_context=self.max_context,
+        )
+        logits = self.decoder.logits(self.decoder(batch, self.cache))
+        self.drawn[:size] = logits.argmax(-1)
+        return logits
+
+    def pad(self, buffer: np.ndarray, start: int, size: int) -> None:
+        """Rows [start, size) of a graph's staged inputs become harmless: one token in a block that nobody owns."""
+        columns = buffer[: 5 * size].reshape(5, size)
+        columns[:, start:] = np.array([0, HOST, 0, self.trash * self.block_size, 1])[:, None]
+        buffer[5 * size :].reshape(size, self.width)[start:, :1] = self.trash
+
+    # ── launching ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        started = monotonic_ns()
+        rows = step.rows
+        picked = [row for row in rows if row.sample]
+        decode_only = all(row.count == 1 and row.sample for row in rows)
+        graph = next((graph for graph in self._graphs if graph.size >= len(rows)), None) if decode_only else None
+        prompts: list[PromptLogits] = []
+        if graph is not None:
+            logits = self._replay(graph, rows)
+        else:
+            logits, prompts = self._eager(rows)
+        samples = [sample_row(row) for row in picked]
+        plain = all(row.sampling.greedy and not self.sampler.changes(row) for row in samples)
+        if picked and not (graph is not None and plain):
+            self.drawn[: len(picked)] = self.sampler.ids(logits[: len(picked)], samples)
+        self._order = {id(row.seq): index for index, row in enumerate(picked)}
+        asked = any(row.logprobs is not None for row in samples)
+        self._turn = 1 - self._turn
+        ids = self._ids[self._turn][: len(picked)]
+        ids.copy_(self.drawn[: len(picked)], non_blocking=True)
+        kept = logits[: len(picked)].clone() if asked else None
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return Pending(step, started, ready, ids, samples, kept, prompts, self.sampler)
+
+    def _feed(self, row: Row) -> tuple[int, int]:
+        """A decode row's (token, feedback): its token if the host knows it, else the last launch's row that drew it."""
+        seq = row.seq
+        if row.start < len(seq.tokens):
+            return seq.tokens[row.start], HOST
+        return 0, self._order[id(seq)]
+
+    def _replay(self, graph: _Graph, rows: Sequence[Row]) -> torch.Tensor:
+        graph.turn = 1 - graph.turn
+        host = graph.host[graph.turn]
+        staged, size, block_size = host.numpy(), graph.size, self.block_size
+        columns = staged[: 5 * size].reshape(5, size)
+        tables = staged[5 * size :].reshape(size, self.width)
+        for index, row in enumerate(rows):
+            blocks, at = row.seq.blocks, row.start
+            columns[:, index] = (*self._feed(row), at, blocks[at // block_size] * block_size + at % block_size, at + 1)
+            tables[index, : len(blocks)] = blocks
+        self.pad(staged, len(rows), size)
+        graph.inputs.copy_(host, non_blocking=True)
+        graph.graph.replay()
+        return graph.logits
+
+    def _eager(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[PromptLogits]]:
+        fed = [self._feed(row) if row.count == 1 else (0, HOST) for row in rows]
+        batch = self._batch(rows, [token for token, _ in fed])
+        ends = (np.cumsum([row.count for row in rows]) - 1).tolist()
+        waiting = [(end, feedback) for end, (_, feedback) in zip(ends, fed, strict=True) if feedback != HOST]
+        if waiting:
+            where, source = (torch.tensor(column, device=self.device) for column in zip(*waiting, strict=True))
+            batch.token_ids[where] = self.drawn[source]
+        hidden = self.decoder(batch, self.cache)
+        picks = [end for end, row in zip(ends, rows, strict=True) if row.sample]
+        logits = self.decoder.logits(hidden[torch.tensor(picks, device=self.device)]) if picks else hidden[:0]
+        return logits, list(self._prompt_logits(rows, hidden, ends))
