@@ -248,6 +248,7 @@ class RayService:
             self._config.service.replicas,
             self._config.router.cpus,
         )
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         quiet = {"log_level": "WARNING"}
         serve.start(proxy_location="Disabled", logging_config=quiet)
         self._serving = True
@@ -257,11 +258,11 @@ class RayService:
             raise Internal(f"The router did not start: {_last_line(str(error))}") from None
 
     def _delete_application(self) -> None:
-        """A Serve instance that holds nothing else any more goes too."""
+        """In a cluster that goes on, a Serve instance that holds nothing else any more goes too."""
         from ray import serve
 
         serve.delete(self.name)
-        if not serve.status().applications:
+        if not self._cluster.own and not serve.status().applications:
             serve.shutdown()  # type: ignore[no-untyped-call]
 
     async def _status(self) -> Any:
