@@ -38,7 +38,7 @@ class Problem:
 @dataclass(frozen=True)
 class Choice:
     """kind: "gemv" | "flat" | "library". block: BN, BK, and with flat the number of splits of K; warps, stages: of the
-    launch; ahead: columns of W brought into L2 before the predecessor's end."""
+    launch; ahead: columns of W brought into L2 before the predecessor's end; rows_first: x, not W, is the tall operand."""
 
     kind: Literal["gemv", "flat", "library"]
     bn: int = 0
@@ -47,6 +47,7 @@ class Choice:
     warps: int = 4
     stages: int = 1
     ahead: int = 0
+    rows_first: bool = False
 
 
 LIBRARY = Choice("library")

@@ -105,8 +105,8 @@ def _flat(
         x, weight, x if norm is None else norm[0], x if bias is None else bias, x if residual is None else residual, out,
         partials(x.device, size), counters(x.device),
         m, n, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
-        K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, AHEAD=c.ahead, NORM=norm is not None, GATE=gate,
-        BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps,
+        K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, AHEAD=c.ahead, ROWS_FIRST=c.rows_first,
+        NORM=norm is not None, GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps,
         **launch_options(x.device, pdl),
     )  # fmt: skip
     return out
