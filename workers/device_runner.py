@@ -21,11 +21,12 @@ import torch
 
 from diptych.contract.wire import Logprob
 from diptych.kernels.batch import Batch
-from diptych.workers.cache import KVCache
+from diptych.workers.cache import KVCache, KVLayout
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.runner import Drawn, Launch, Launched, Runner, sample_row
 from diptych.workers.sampler import Sampler, SampleRow, prompt_logprobs
 from diptych.workers.scheduler import Row, Step
+from diptych.workers.settings import WorkerSettings
 
 log = logging.getLogger("diptych.runner")
 
@@ -212,3 +213,29 @@ class DeviceRunner(Runner):
         picks = [end for end, row in zip(ends, rows, strict=True) if row.sample]
         logits = self.decoder.logits(hidden[torch.tensor(picks, device=self.device)]) if picks else hidden[:0]
         return logits, list(self._prompt_logits(rows, hidden, ends))
+
+
+@torch.inference_mode()
+def rehearse(decoder: Decoder, layout: KVLayout, settings: WorkerSettings) -> None:
+    """The largest prefill step, with logits for every sequence, over a cache of its own: what it allocates on its way
+    is the workspace that must stay free."""
+    tokens, size = settings.token_budget, layout.block_size
+    blocks = -(-tokens // size)
+    cache = KVCache.of(layout, blocks, decoder.device)
+    table = tuple(range(blocks))
+    every = torch.arange(tokens, device=decoder.device)
+    batch = Batch(
+        token_ids=torch.zeros_like(every),
+        positions=every,
+        slots=every.clone(),
+        query_start=torch.tensor([0, tokens], dtype=torch.int32, device=decoder.device),
+        context_lens=torch.tensor([tokens], dtype=torch.int32, device=decoder.device),
+        block_tables=torch.tensor([table], dtype=torch.int32, device=decoder.device),
+        query_lens=(tokens,),
+        contexts=(tokens,),
+        tables=(table,),
+        max_query=tokens,
+        max_context=tokens,
+    )
+    hidden = decoder(batch, cache)
+    decoder.logits(hidden[: settings.max_batch])

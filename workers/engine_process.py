@@ -17,21 +17,21 @@ from pathlib import Path
 
 import torch
 
-from diptych.contract.errors import DiptychError, Internal, ModelUnsupported
+from diptych.contract.errors import DiptychError, Internal
 from diptych.contract.wire import PROTOCOL
 from diptych.workers.blocks import BlockPool
 from diptych.workers.cache import KVCache, KVLayout
 from diptych.workers.channel import EngineChannel, Fatal, Launch, Loading, Up
+from diptych.workers.device_runner import DeviceRunner, rehearse
 from diptych.workers.engine import Engine
 from diptych.workers.handover import Handover
+from diptych.workers.memory import cache_blocks, refuse_what_does_not_fit
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import dtype_of, load
 from diptych.workers.runner import Runner
 from diptych.workers.sampler import Sampler
 from diptych.workers.settings import WorkerSettings
-
-CPU_CACHE_BYTES = 1 << 30
 
 
 def main() -> int:
@@ -70,25 +70,37 @@ def build(launch: Launch, channel: EngineChannel) -> tuple[Engine, Up]:
     settings = launch.settings
     config = ModelConfig.from_folder(settings.model)
     dtype = dtype_of(settings.dtype, config, settings.device)
-    weights = load(
-        settings.model,
-        config,
-        dtype,
-        settings.device,
-        settings.load_format,
-        lambda done, total: channel.send(Loading(done, total)),
-    )
     context = min(settings.max_context or config.max_positions, config.max_positions)
-    decoder = Decoder(config, weights, max_positions=context)
     layout = KVLayout(
         config.layers, config.kv_heads, config.head_dim, settings.block_size, str(dtype).removeprefix("torch.")
     )
-    blocks = cache_blocks(settings, layout)
-    cache = KVCache.of(layout, blocks, settings.device)
+    on_gpu = torch.device(settings.device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(settings.device)
+        refuse_what_does_not_fit(settings, config, dtype)
+
+    def progress(done: int, total: int) -> None:
+        channel.send(Loading(done, total))
+
+    weights = load(settings.model, config, dtype, settings.device, settings.load_format, progress)
+    decoder = Decoder(config, weights, max_positions=context)
+    sampler = Sampler(config.vocab, settings.device)
+    if on_gpu:
+        blocks = cache_blocks(settings, layout, lambda: rehearse(decoder, layout, settings))
+        runner: Runner = DeviceRunner(
+            decoder,
+            KVCache.of(layout, blocks + 1, settings.device),
+            sampler,
+            settings.max_batch,
+            context,
+            graphs=settings.graphs and settings.role != "prefill",
+        )
+    else:
+        blocks = cache_blocks(settings, layout)
+        runner = Runner(decoder, KVCache.of(layout, blocks), sampler)
     pool = BlockPool(blocks, settings.block_size, settings.prefix_cache)
-    runner = Runner(decoder, cache, Sampler(config.vocab, settings.device))
     digest = model_digest(settings, layout)
-    handover = Handover(settings, launch.id, launch.epoch, launch.secret, digest, pool, cache, channel.wake)
+    handover = Handover(settings, launch.id, launch.epoch, launch.secret, digest, pool, runner.cache, channel.wake)
     engine = Engine(settings, runner, pool, channel, handover)
     up = Up(
         link=handover.receiver.address if handover.receiver else "",
@@ -101,17 +113,6 @@ def build(launch: Launch, channel: EngineChannel) -> tuple[Engine, Up]:
         transport=handover.transport,
     )
     return engine, up
-
-
-def cache_blocks(settings: WorkerSettings, layout: KVLayout) -> int:
-    """How many blocks the cache gets: as set, else what the set or default bytes hold."""
-    blocks = settings.cache_blocks or (settings.cache_bytes or CPU_CACHE_BYTES) // layout.block_bytes
-    if blocks < 2:
-        raise ModelUnsupported(
-            f"A KV cache of {settings.cache_bytes or CPU_CACHE_BYTES} bytes holds {blocks} blocks of"
-            f" {layout.block_bytes} bytes; raise cache_bytes."
-        )
-    return blocks
 
 
 def model_digest(settings: WorkerSettings, layout: KVLayout) -> str:

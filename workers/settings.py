@@ -18,6 +18,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     transport: of the hand-over; auto is NCCL on a GPU and gloo on a CPU. With gloo a GPU's payload passes through
     pinned host memory, which also serves two workers on one GPU.
     cache_blocks: blocks of the KV cache; 0 takes what `cache_bytes` holds (0 there: measured on a GPU, 1 GiB on a CPU).
+    memory_share: of a GPU's memory, all that this worker may hold. graphs: capture decode steps.
     max_batch: sequences in one step. token_budget: query tokens in one step (chunked prefill's budget).
     max_context: 0 takes the model's. local_prefill: decode prefills itself what it lacks up to this many tokens.
     threads: torch threads of each engine. host: the address that listeners bind to and publish.
@@ -37,6 +38,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     cache_blocks: int = 0
     cache_bytes: int = 0
+    memory_share: float = 0.9
+    graphs: bool = True
     prefix_cache: bool = True
     max_batch: int = 64
     token_budget: int = 512
