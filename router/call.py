@@ -183,6 +183,7 @@ class Call:
         if not self.done and self.error is None:
             late = self.time_left <= 0.05  # its own deadline ends the client's call a moment before ours
             self.fail(DeadlineExceeded("The client's deadline passed.") if late else Cancelled("The client left."))
+        self.ended_at = self.ended_at or time.monotonic_ns()
         self.left = True
         self._over_if_over()
 

@@ -19,6 +19,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from opentelemetry.trace import TracerProvider
 
 from diptych.contract.errors import Cancelled, ConfigInvalid, DiptychError, Internal, InvalidRequest
 from diptych.contract.registry import Registry
@@ -51,8 +52,16 @@ class RouterServer:
     `ConfigInvalid` when the port is taken; it returns before any worker is connected, and requests wait until some are.
     """
 
-    def __init__(self, model_folder: Path, registry: Registry, secret: bytes, settings: RouterSettings) -> None:
+    def __init__(
+        self,
+        model_folder: Path,
+        registry: Registry,
+        secret: bytes,
+        settings: RouterSettings,
+        tracing: TracerProvider | None = None,
+    ) -> None:
         self.settings = settings
+        self._tracing = tracing
         self.facts = model_facts(model_folder, settings.model_name)
         self.tokenizer = Tokenizer.load(model_folder)
         self.port = 0
@@ -66,7 +75,7 @@ class RouterServer:
         """Listens; returns the port."""
         if not self.settings.share_port:
             must_be_free(self.settings.host, self.settings.port)
-        self._artist = Artist(self.facts.name)
+        self._artist = Artist(self.facts.name, self._tracing)
         self._preparer = Preparer(self.tokenizer, self.facts, self.settings)
         self.desk = Desk(self.settings, self.facts, self._artist.draw)
         self.desk.sessions = Sessions(self._registry, self._secret, self.settings.limits, self.desk)

@@ -58,10 +58,10 @@ class Chains(msgspec.Struct):
 
 
 class Artist:
-    """`open` on the loop, `draw` from anywhere; `close` draws what is left."""
+    """`open` on the loop, `draw` from anywhere; `close` draws what is left. provider: the process's own if None."""
 
-    def __init__(self, model: str) -> None:
-        self._tracer = trace.get_tracer("diptych")
+    def __init__(self, model: str, provider: trace.TracerProvider | None = None) -> None:
+        self._tracer = (provider or trace.get_tracer_provider()).get_tracer("diptych.router")
         self._model = model
         self._hand = ThreadPoolExecutor(1, thread_name_prefix="spans")
 
@@ -88,7 +88,7 @@ class Artist:
         ends = [self._choice(call, choice, context) for choice in call.choices]
         if call.prepared_at:
             self._bar(Bar(names.ROUTER_PREPARE, call.received, call.prepared_at), context)
-        end, unexplained = max(ends, default=(call.ended_at or time.monotonic_ns(), 0))
+        end, unexplained = max(ends, default=(call.ended_at or call.received, 0))
         self._close_root(call, end, unexplained)
 
     def _close_root(self, call: Call, end: int, unexplained: int) -> None:

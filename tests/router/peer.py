@@ -1,7 +1,7 @@
 """A worker that speaks the wire protocol in this process and draws tokens by a rule instead of a model.
 
-It lets the router's own tests choose what happens when: which message is late, lost, doubled, or comes from a worker that
-dies. What real workers do is tested in tests/system.
+It lets the router's own tests choose what happens when: which message is late, lost, or comes from a worker that dies.
+What real workers do is tested in tests/system.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Registry:
 
 
 class Peer:
-    """draw: the rule. pace: seconds a token. hold_first, hold_grant: events that the first token or the grant waits for.
+    """draw: the rule. pace: seconds a token. hold_…: events that the first token, a grant or a session waits for.
 
     received: every message that came, as it came. working: keys of requests that it works on.
     """
@@ -212,7 +212,9 @@ class Peer:
 
     async def _run(self, request: Request, first: int, at: int) -> None:
         begun, drawn = time.monotonic_ns(), 0
-        opening = (Stage(telemetry.PREFILL_CHUNK, at, begun),) if first == 0 else (Stage(telemetry.HANDOVER, at, begun),)
+        opening = (
+            (Stage(telemetry.PREFILL_CHUNK, at, begun),) if first == 0 else (Stage(telemetry.HANDOVER, at, begun),)
+        )
         for position in range(first, request.stopping.max_tokens):
             await asyncio.sleep(self.pace)
             token, drawn = self.draw(request.prompt, position), time.monotonic_ns()

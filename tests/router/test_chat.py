@@ -112,7 +112,11 @@ def test_equal_to_transformers_without_forgeries(template: ChatTemplate, tokeniz
         (ask(messages=[{"role": "user", "content": []}]), "chat.messages[0].parts"),
         (ask(messages=[{"role": "user", "content": "a"}], continue_final_message=True), "continue_final_message"),
         (
-            ask(messages=[{"role": "assistant", "content": "a"}], continue_final_message=True, add_generation_prompt=True),
+            ask(
+                messages=[{"role": "assistant", "content": "a"}],
+                continue_final_message=True,
+                add_generation_prompt=True,
+            ),
             "add_generation_prompt",
         ),
         (ask(messages=[{"role": "user", "content": "a"}], tools_json="{"), "chat.tools_json"),

@@ -47,7 +47,9 @@ def test_a_prompt_that_ends_inside_a_character(tokenizer: Tokenizer) -> None:
 
 @given(ids=IDS, stops=st.lists(st.text(" aeinrst.", min_size=1, max_size=3), max_size=3), least=st.integers(0, 8))
 @settings(deadline=None)
-def test_a_choice_is_the_same_in_any_portions(tokenizer: Tokenizer, ids: list[int], stops: list[str], least: int) -> None:
+def test_a_choice_is_the_same_in_any_portions(
+    tokenizer: Tokenizer, ids: list[int], stops: list[str], least: int
+) -> None:
     def run(portion: int) -> tuple[str, int, str | None]:
         stopping = Stopping(100, min_tokens=least, end_ids=(2,), stop_ids=(30,))
         stream = TextStream(Detokenizer(tokenizer.pieces), stopping, stops)

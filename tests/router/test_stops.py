@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +36,7 @@ def run(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
 @given(TEXT, STOPS, st.lists(st.integers(0, 40)))
 def test_any_cutting_gives_the_same(text: str, stops: list[str], cuts: list[int]) -> None:
     borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(borders)]
     assert run(pieces, stops) == naive(text, stops)
 
 

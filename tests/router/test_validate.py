@@ -33,7 +33,7 @@ def made(**options: Any) -> Order:
         ("stop", [""]), ("stop", ["x" * 257]), ("stop", [str(n) for n in range(17)]),
         ("stop_token_ids", [-1]), ("stop_token_ids", [49_152]), ("stop_token_ids", list(range(65))),
         ("logit_bias", {49_152: 5.0}), ("logit_bias", {-1: 5.0}), ("logit_bias", {7042: 1000.0}),
-        ("logit_bias", {7042: math.nan}), ("logit_bias", {n: 1.0 for n in range(1025)}),
+        ("logit_bias", {7042: math.nan}), ("logit_bias", dict.fromkeys(range(1025), 1.0)),
         ("model", "another"), ("cache_salt", "x" * 257),
     ],
 )  # fmt: skip
