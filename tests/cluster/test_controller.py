@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +20,7 @@ from diptych.cluster.config import validate
 from diptych.cluster.controller import Status, make_controller
 from diptych.cluster.processes import alive, descendants
 from diptych.cluster.ray_cluster import RayCluster, connect
-from diptych.cluster.ray_registry import NAMESPACE, RayRegistry
+from diptych.cluster.ray_registry import RayRegistry
 from diptych.contract.errors import DiptychError
 from diptych.contract.limits import Limits
 from diptych.contract.wire import WorkerInfo
@@ -159,6 +162,47 @@ async def test_a_service_without_a_launcher_ends_itself(cluster: RayCluster) -> 
         names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
         return [name for name in names if name.startswith("f")]
 
-    assert NAMESPACE
     assert await until(gone, lambda names: names == []) == []
     assert [place for place in running.places() if place.startswith("f/")] == []
+
+
+JOIN = """
+import sys
+from diptych.cluster.ray_cluster import connect
+from diptych.contract.errors import DiptychError
+for mode in sys.argv[1:]:
+    try:
+        cluster = connect(mode, cpus=1)
+        print("joined", cluster.own)
+        cluster.stop()
+    except DiptychError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def joined(tmp_path: Path, *modes: str, **environment: str) -> list[str]:
+    """What a process says that joins with this environment and an empty home."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, *modes],
+        env=own | {"HOME": str(tmp_path)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_joining_needs_the_token_and_says_so(cluster: RayCluster, tmp_path: Path) -> None:
+    """Ray alone would try for twenty seconds with a wrong token, and for ever where nobody listens."""
+    (tmp_path / "wrong").write_text("0" * 64)
+    without = joined(tmp_path, cluster.address, "auto", "127.0.0.1:1", RAY_ADDRESS=cluster.address)
+    assert [line.split()[0] for line in without] == ["Unauthenticated", "Unauthenticated", "ConfigInvalid"]
+    assert "RAY_AUTH_TOKEN_PATH" in without[0]
+    (wrong,) = joined(tmp_path, cluster.address, RAY_AUTH_TOKEN_PATH=str(tmp_path / "wrong"))
+    assert wrong.startswith("Unauthenticated")
+    token = {"RAY_AUTH_TOKEN_PATH": str(cluster.folder / "token")} if cluster.folder else {}
+    assert joined(tmp_path, cluster.address, **token) == ["joined False"]
+    assert joined(tmp_path, "auto", RAY_ADDRESS=cluster.address, **token) == ["joined False"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "wrong"]
