@@ -50,6 +50,7 @@ class RouterServer:
 
     The constructor loads the tokenizer (seconds; call it off the loop) and raises `ModelUnsupported`. `start` raises
     `ConfigInvalid` when the port is taken; it returns before any worker is connected, and requests wait until some are.
+    tracing: who records spans, if not the process's own provider. tokenizer: the folder's, if it is loaded already.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class RouterServer:
         secret: bytes,
         settings: RouterSettings,
         tracing: TracerProvider | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.settings = settings
         self._tracing = tracing
         self.facts = model_facts(model_folder, settings.model_name)
-        self.tokenizer = Tokenizer.load(model_folder)
+        self.tokenizer = tokenizer or Tokenizer.load(model_folder)
         self.port = 0
         self._registry = registry
         self._secret = secret

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from diptych.router.tokenizer import Tokenizer
+from tests.router.service import loaded
 
 
 @pytest.fixture(scope="session")
 def tokenizer(demo_model: Path) -> Tokenizer:
-    return Tokenizer.load(demo_model)
+    return loaded(demo_model)

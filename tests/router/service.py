@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 from opentelemetry.trace import TracerProvider
@@ -13,9 +14,15 @@ from diptych.contract.limits import Limits
 from diptych.router.client import Client
 from diptych.router.server import RouterServer
 from diptych.router.settings import RouterSettings
+from diptych.router.tokenizer import Tokenizer
 from tests.router.peer import SECRET, Peer, Registry
 
 LIMITS = Limits(heartbeat=0.2, lease=1.0, handshake=1.0, drain=1.0)
+
+
+@cache
+def loaded(model: Path) -> Tokenizer:
+    return Tokenizer.load(model)
 
 
 class Service:
@@ -58,7 +65,9 @@ async def service(
             stack.push_async_callback(peer.kill)
         for decode in [peer for peer in peers.values() if peer.role == "decode"]:
             decode.link(*[peer for peer in peers.values() if peer.role == "prefill"])
-        router = RouterServer(model, registry, SECRET, settings or RouterSettings(limits=LIMITS), tracing)
+        router = RouterServer(
+            model, registry, SECRET, settings or RouterSettings(limits=LIMITS), tracing, loaded(model)
+        )
         port = await router.start()
         stack.push_async_callback(router.stop, 0.2)
         client = await stack.enter_async_context(Client(f"127.0.0.1:{port}"))
