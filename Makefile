@@ -45,7 +45,7 @@ proto: $(READY)
 	$(BIN)/python proto/generate.py
 
 bench-cpu: $(READY)
-	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.service_cpu
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache diptych/v1/*_pb2*.py diptych/v1/*_pb2*.pyi
