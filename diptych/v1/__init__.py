@@ -1,1 +1,1 @@
-"""The public protocol, generated from `proto/diptych/v1` (`make proto`, and every build); only this file is committed."""
+"""The public protocol, generated from `proto/diptych/v1` at every build; only this file is committed."""
