@@ -34,8 +34,8 @@ class Desk:
 
     def __init__(self, settings: RouterSettings, facts: ModelFacts, on_over: Callable[[Call], None]) -> None:
         self._settings = settings
-        self._facts = facts
         self._on_over = on_over
+        self._room = Room(facts.max_context, facts.max_context, facts.max_context)
         self._turns = itertools.count()
         self._calls: dict[str, Call] = {}
         self._choices: dict[Key, Choice] = {}
@@ -55,14 +55,17 @@ class Desk:
         return len(self._waiting)
 
     def room(self) -> Room:
-        """The most that any worker takes; of the model alone while no worker is known."""
-        infos = [session.worker for session in self.sessions.open()] or list(self.sessions.table.workers)
+        """The most that any worker takes, or took before it was lost; of the model alone before workers are known."""
+        infos = [*(session.worker for session in self.sessions.open()), *self.sessions.table.workers]
         whole = [info for info in infos if info.role != "prefill"]
         fill = [info for info in infos if info.role != "decode"]
-        context = max((info.max_context for info in whole), default=self._facts.max_context)
-        cache = max((info.total_blocks * info.block_size for info in whole), default=context)
-        prompt = max((info.total_blocks * info.block_size for info in fill), default=cache)
-        return Room(context=context, cache=cache, prompt=prompt)
+        if whole and fill:
+            self._room = Room(
+                context=max(info.max_context for info in whole),
+                cache=max(info.total_blocks * info.block_size for info in whole),
+                prompt=max(info.total_blocks * info.block_size for info in fill),
+            )
+        return self._room
 
     def block_sizes(self) -> set[int]:
         return {session.worker.block_size for session in self.sessions.open()}
@@ -201,6 +204,7 @@ def _view(session: Session) -> View:
         block_size=info.block_size,
         total_blocks=info.total_blocks,
         free_blocks=load.free_blocks,
+        max_context=info.max_context,
         busy=max(load.running + load.waiting + load.reserved + session.unreported, session.outstanding),
         links=frozenset(load.links),
         prefixes=session.prefixes,

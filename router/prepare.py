@@ -72,6 +72,10 @@ class Preparer:
         """Raises `InvalidRequest`, or `CapacityExceeded` when too many requests wait for their turn."""
         return await self._run(lambda: self._prepare(data, room, tuple(block_sizes)))
 
+    async def apart(self, work: Callable[[], T]) -> T:
+        """Does what would hold the loop up in the executor. Never refused: it is the end of an accepted request."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
     def text_stream(self, prepared: Prepared) -> TextStream:
         detokenizer = Detokenizer(self.tokenizer.pieces, prepared.opened, prepared.order.echo)
         return TextStream(detokenizer, prepared.stopping, prepared.order.stop)

@@ -27,6 +27,7 @@ class View(msgspec.Struct, frozen=True):
     block_size: int
     total_blocks: int
     free_blocks: int
+    max_context: int
     busy: int
     links: frozenset[str]
     prefixes: Mapping[bytes, None]
@@ -65,12 +66,12 @@ class NoRoute(msgspec.Struct, frozen=True):
 def choose(need: Need, workers: Iterable[View]) -> Route | NoRoute:
     """Where to send it now, or why nowhere. No side effects."""
     able = [worker for worker in workers if not worker.draining]
-    colocated = [worker for worker in able if worker.role == "colocated" and _holds(worker, need.total - 1)]
+    colocated = [worker for worker in able if worker.role == "colocated" and _holds(worker, need.total)]
     prefills = [worker for worker in able if worker.role == "prefill" and _holds(worker, need.prompt)]
     if need.single and prefills + colocated:
         best = _best(need, prefills + colocated)
         return Route(both=best.id) if best.role == "colocated" else Route(prefill=best.id)
-    decodes = [worker for worker in able if worker.role == "decode" and _holds(worker, need.total - 1)]
+    decodes = [worker for worker in able if worker.role == "decode" and _holds(worker, need.total)]
     paired = [worker for worker in decodes if any(_linked(prefill, worker) for prefill in prefills)]
     if not paired + colocated:
         return NoRoute(_cause(able, prefills, decodes))
@@ -106,7 +107,7 @@ def cached_blocks(need: Need, worker: View) -> int:
 
 
 def _holds(worker: View, tokens: int) -> bool:
-    return tokens <= worker.total_blocks * worker.block_size
+    return tokens <= min(worker.total_blocks * worker.block_size, worker.max_context)
 
 
 def _linked(prefill: View, decode: View) -> bool:
@@ -121,5 +122,5 @@ def _cause(able: list[View], prefills: list[View], decodes: list[View]) -> str:
     if not any(worker.role != "prefill" for worker in able):
         return "no decode worker is connected"
     if not prefills or not decodes:
-        return "no connected worker's cache is large enough"
+        return "no connected worker has room for so many tokens"
     return "no link between a prefill and a decode worker is ready"

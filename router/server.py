@@ -113,7 +113,7 @@ class RouterServer:
             await self._begin(call, data)
             pieces = await call.collect()
             await call.prompt_known(self.settings.limits.heartbeat)
-            answer = self._replies.whole(call, pieces)
+            answer = await self._build(call, lambda: self._replies.whole(call, pieces))
             now = time.monotonic_ns()
             for piece in pieces:
                 piece.choice.marks.first_delivered = piece.choice.marks.first_ready
@@ -143,8 +143,15 @@ class RouterServer:
         chunk = self._replies.chunk(call, piece)
         if last:
             await call.prompt_known(self.settings.limits.heartbeat)
-            self._replies.last(call, chunk)
+            await self._build(call, lambda: self._replies.last(call, chunk))
         return chunk
+
+    async def _build(self, call: Call, work: Callable[[], T]) -> T:
+        """Log-probabilities of thousands of tokens are a quarter of a second's work: not on the loop."""
+        order = call.prepared.order if call.prepared is not None else None
+        if order is None or (order.logprobs is None and order.prompt_logprobs is None):
+            return work()
+        return await self._preparer.apart(work)
 
     async def _open(self, context: Context) -> Call:
         """The call, in the books, its id told to the client. `leave` must follow."""

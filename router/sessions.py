@@ -266,7 +266,9 @@ class Sessions:
         except asyncio.CancelledError:
             raise
         except grpc.aio.AioRpcError as failure:
-            error = WorkerLost(f"The session to {info.id} broke: {failure.details() or failure.code().name}.")
+            error = WorkerLost(
+                f"The session to {info.id} broke: {(failure.details() or failure.code().name).rstrip('.')}."
+            )
         except Exception as failure:  # whatever it was, this session is over and the next poll tries again
             log.debug("session to %s", info.id, exc_info=True)
             error = failure

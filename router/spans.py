@@ -193,22 +193,24 @@ def _split(part: Part | None, first_drawn: int) -> tuple[list[Bar], list[Bar]]:
 
 
 def _handover(choice: Choice, before: list[Bar]) -> list[Bar]:
-    """Decode's stages. The hand-over itself starts with the first token, on the other worker's clock."""
+    """Decode's stages after the first token. The stage under way then, usually the hand-over, starts with that token:
+    on the other worker's clock, so it cannot know it itself."""
     part = choice.last_from
     bars = [bar for bar in _bars(part, _stages(part)) if bar.name not in (*_TRANSFER, names.DECODE_GRANT)]
-    if bars and bars[0].name == names.HANDOVER and before:
+    if before:
+        bars = [bar for bar in bars if bar.end > before[-1].end]
+    if bars and before:
         bars[0].start = before[-1].end
     return bars
 
 
 def _beside(choice: Choice, source: Part | None, chains: Chains) -> None:
-    """Transfers, waits for a grant (they overlap prefill's own), and all of a worker that was not needed after all."""
-    on_spine = {id(source), id(choice.last_from)}
+    """Transfers, and the wait for decode's grant, which overlaps prefill's."""
     for part in choice.parts.values():
         for bar in _bars(part, _stages(part)):
             if bar.name in _TRANSFER:
                 chains.transfers.append(bar)
-            elif id(part) not in on_spine or (bar.name == names.DECODE_GRANT and part is not source):
+            elif bar.name == names.DECODE_GRANT and part is not source:
                 chains.beside.append(bar)
 
 

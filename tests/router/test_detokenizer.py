@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from diptych.contract.request import Stopping
 from diptych.router.detokenizer import Detokenizer
@@ -34,6 +37,19 @@ def test_text_comes_back_without_a_broken_character(tokenizer: Tokenizer, text: 
     if b"".join(tokenizer.pieces[token] for token in ids) == text.encode():  # this vocabulary lacks a few bytes
         assert "".join(streamed) == text
         assert sum(piece.count("\ufffd") for piece in streamed) == text.count("\ufffd")
+
+
+def test_pieces_with_byte_fallback() -> None:
+    """The other kind of tokenizer: ▁ for a space, and a token a byte for what has no piece."""
+    vocabulary = {"<unk>": 0, "</s>": 1, "▁Hi": 2, "▁": 3, "!": 4} | {
+        f"<0x{byte:02X}>": 5 + byte for byte in range(256)
+    }
+    backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"))
+    wave = [5 + byte for byte in "👋".encode()]
+    assert pieces(made, [2, 3, *wave, 1, 4]) == [" Hi", " ", "", "", "", "👋", "", "!", ""]
+    assert made.token_text(1) == "</s>"
 
 
 def test_a_prompt_that_ends_inside_a_character(tokenizer: Tokenizer) -> None:

@@ -29,7 +29,7 @@ class Worker:
 
     def view(self) -> View:
         return View(
-            self.id, self.role, self.digest, BLOCK, self.total, self.total - 10 * self.busy, self.busy,  # type: ignore[arg-type]
+            self.id, self.role, self.digest, BLOCK, self.total, self.total - 10 * self.busy, 8192, self.busy,  # type: ignore[arg-type]
             frozenset(self.links), self.prefixes, self.draining,
         )  # fmt: skip
 
