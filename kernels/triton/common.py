@@ -19,6 +19,7 @@ from diptych.contract.errors import Internal
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COUNTERS = 1 << 17
+NEVER, EARLY, LATE = 0, 1, 2
 DEPENDENT = True
 """Off: every kernel waits for its predecessor's end (benchmarks measure the difference)."""
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -39,14 +40,17 @@ def _capable(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel may start before its predecessor ends (Hopper's programmatic dependent launch)."""
-    return DEPENDENT and _capable(device)
+def dependent_launch(device: torch.device, early: bool = False) -> int:
+    """How a kernel starts and lets its successor start (Hopper's programmatic dependent launch): NEVER before the
+    predecessor's end; else before it, letting the successor start EARLY or LATE."""
+    if not (DEPENDENT and _capable(device)):
+        return NEVER
+    return EARLY if early else LATE
 
 
-def launch_options(device: torch.device, pdl: bool) -> dict[str, bool]:
+def launch_options(pdl: int) -> dict[str, bool]:
     """Keyword arguments of a launch. A kernel launched dependent must call `enter` before it reads or writes."""
-    return {"launch_pdl": True} if pdl and dependent_launch(device) else {}
+    return {"launch_pdl": True} if pdl else {}
 
 
 def counters(device: torch.device) -> Tensor:
@@ -76,10 +80,18 @@ def _held(device: torch.device, name: str, elements: int, dtype: torch.dtype, ze
 
 @triton.jit
 def enter(PDL: tl.constexpr):
-    """Waits for the kernel before this one and lets the next one start: everything above it may touch only memory
-    that no kernel of this step writes."""
-    if PDL:
+    """Waits for the kernel before this one and, with PDL == EARLY, lets the next one start as soon as there is room:
+    everything above it may touch only memory that no kernel of this step writes."""
+    if PDL > 0:
         gdc_wait()
+    if PDL == 1:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def leave(PDL: tl.constexpr):
+    """With PDL == LATE, lets the next kernel start when all blocks have come this far."""
+    if PDL == 2:
         gdc_launch_dependents()
 
 

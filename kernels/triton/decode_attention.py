@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diptych.kernels.triton.common import enter, prefetch
+from diptych.kernels.triton.common import enter, leave, prefetch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -169,6 +169,7 @@ def decode_attention_kernel(
     if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
         tl.store(counter, 0)
         _combine(part_ptr, o_ptr, first_item, splits, head, q_first, queries, HEADS, KV_HEADS, D, ROWS, CHUNK)
+    leave(PDL)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diptych.kernels.triton.common import enter, prefetch
+from diptych.kernels.triton.common import enter, leave, prefetch
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -94,6 +94,7 @@ def flat_kernel(
                     up += tl.load(part + BN * BM + grid, cache_modifier=".cg")
             _finish(acc, up, total, b_ptr, r_ptr, o_ptr, rows, row, m, n, r_stride, o_stride, eps, K,
                     NORM, GATE, BIAS, RESIDUAL)  # fmt: skip
+    leave(PDL)
 
 
 @triton.jit

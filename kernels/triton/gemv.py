@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diptych.kernels.triton.common import enter, prefetch
+from diptych.kernels.triton.common import enter, leave, prefetch
 
 
 @triton.jit
@@ -66,6 +66,7 @@ def gemv_kernel(
             r_ptr += r_stride
             o_ptr += o_stride
             _finish(acc3, up3, sq3, b_ptr, r_ptr, o_ptr, rows, n, eps, K, NORM, GATE, BIAS, RESIDUAL)
+    leave(PDL)
 
 
 @triton.jit

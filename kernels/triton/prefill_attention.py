@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diptych.kernels.triton.common import enter
+from diptych.kernels.triton.common import enter, leave
 from diptych.kernels.triton.decode_attention import LOG2E
 
 
@@ -63,6 +63,7 @@ def prefill_attention_kernel(
         )  # fmt: skip
     acc = acc / tl.where(denominator == 0.0, 1.0, denominator)[:, None]  # rows past the end saw nothing
     tl.store(o_ptr + at, acc.to(o_ptr.dtype.element_ty), mask=alive)
+    leave(PDL)
 
 
 @triton.jit

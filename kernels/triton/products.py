@@ -34,12 +34,10 @@ def product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     choice: Choice | None = None,
-    pdl: bool = True,
 ) -> Tensor:
     """y = f(x) · weightᵀ + bias + residual, or silu(f(x) · gateᵀ) * (f(x) · upᵀ); f is RMSNorm or nothing.
 
-    x: [M, K]. weight: [N, K] contiguous. choice: overrules the table (tests and the sweep). pdl: start before the
-    predecessor ends.
+    x: [M, K]. weight: [N, K] contiguous. choice: overrules the table (tests and the sweep).
     """
     check(x, weight)
     if choice is None:
@@ -49,7 +47,7 @@ def product(
     if x.shape[0] == 0 or choice.kind == "library":
         return _library(x, weight, norm, gate, bias, residual)
     run = _gemv if choice.kind == "gemv" else _flat
-    return run(x, weight, norm, gate, bias, residual, choice, pdl and dependent_launch(x.device))
+    return run(x, weight, norm, gate, bias, residual, choice, dependent_launch(x.device, choice.early))
 
 
 def check(x: Tensor, weight: Tensor) -> None:
@@ -78,7 +76,7 @@ def _library(
 
 def _gemv(
     x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None, gate: bool, bias: Tensor | None, residual: Tensor | None,
-    c: Choice, pdl: bool,
+    c: Choice, pdl: int,
 ) -> Tensor:  # fmt: skip
     (m, k), n = x.shape, weight.shape[0] // (2 if gate else 1)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
@@ -87,14 +85,14 @@ def _gemv(
         n, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
         K=k, M=m, BN=c.bn, BK=c.bk, STAGES=c.stages, AHEAD=min(c.ahead, 1 << (k.bit_length() - 1)), NORM=norm is not None,
         GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps,
-        **launch_options(x.device, pdl),
+        **launch_options(pdl),
     )  # fmt: skip
     return out
 
 
 def _flat(
     x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None, gate: bool, bias: Tensor | None, residual: Tensor | None,
-    c: Choice, pdl: bool,
+    c: Choice, pdl: int,
 ) -> Tensor:  # fmt: skip
     (m, k), n = x.shape, weight.shape[0] // (2 if gate else 1)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
@@ -107,6 +105,6 @@ def _flat(
         m, n, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
         K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, AHEAD=c.ahead, ROWS_FIRST=c.rows_first,
         NORM=norm is not None, GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps,
-        **launch_options(x.device, pdl),
+        **launch_options(pdl),
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.triton.common import dependent_launch, enter, launch_options
+from diptych.kernels.triton.common import dependent_launch, enter, leave, launch_options
 
 
 @triton.jit
@@ -25,6 +25,7 @@ def rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / H + eps)
     y = (wide * scale[:, None]).to(x.dtype).to(tl.float32) * g[None, :].to(tl.float32)
     tl.store(y_ptr + row.to(tl.int64)[:, None] * H + at[None, :], y.to(x.dtype), mask=ok)
+    leave(PDL)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,6 +39,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     pdl = dependent_launch(x.device)
     rms_norm_kernel[(triton.cdiv(rows, per),)](
         flat, weight, y, rows, flat.stride(0), eps,
-        H=h, BH=bh, ROWS=per, PDL=pdl, num_warps=min(16, max(4, bh // 1024)), **launch_options(x.device, pdl),
+        H=h, BH=bh, ROWS=per, PDL=pdl, num_warps=min(16, max(4, bh // 1024)), **launch_options(pdl),
     )  # fmt: skip
     return y

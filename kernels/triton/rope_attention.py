@@ -26,7 +26,7 @@ ROWS = 64
 class DecodeConfig:
     """Launch of decode attention. blocks: blocks a multiprocessor that the splits aim at. peel, ahead: the first tile
     (or so many tokens) is loaded, or brought to L2, before the predecessor ends. chunk: parts combined at once. fixed:
-    tiles an item, whatever the batch (batch-invariant mode)."""
+    tiles an item, whatever the batch (batch-invariant mode). early: see `Choice`."""
 
     tile: int = 64
     warps: int = 4
@@ -35,6 +35,7 @@ class DecodeConfig:
     peel: bool = False
     ahead: int = 0
     fixed: int = 0
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def _decode(
     rows = triton.next_power_of_2(group * max_query)
     if items * kv_heads > COUNTERS:
         raise Internal(f"{items} items of {kv_heads} heads exceed the {COUNTERS} counters of decode attention")
-    pdl = dependent_launch(device) and not plan.fresh  # the plan itself must be complete before anything is read
+    # The plan itself must be complete before anything is read.
+    pdl = 0 if plan.fresh else dependent_launch(device, config.early)
     q_norm, k_norm, eps = norms
     log2e = 1.4426950408889634
     decode_attention_kernel[(items, kv_heads)](
@@ -164,7 +166,7 @@ def _decode(
         CHUNK=max(1, min(16, 32 // rows)), WINDOW=shape.window or 0, SOFTCAP=shape.softcap is not None,
         FUSED=rope is not None, QK_NORM=rope is not None and q_norm is not None, UNIFIED=unified is not None,
         PEEL=config.peel, AHEAD=config.ahead if pdl else 0, PDL=pdl, num_warps=config.warps,
-        **launch_options(device, pdl),
+        **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -174,11 +176,11 @@ def _prefill(
     wide = q.element_size() == 4 or shape.head_dim > 128
     rows, columns = (64, 32) if wide else (128, 64)
     plan = prefill_plan(batch, tokens=q.shape[0], rows=rows, max_query=max_query)
-    pdl = dependent_launch(q.device) and not plan.fresh
+    pdl = 0 if plan.fresh else dependent_launch(q.device)
     prefill_attention_kernel[(shape.heads, plan.items.shape[0])](
         q, out, k_cache, v_cache, batch.block_tables, plan.items,
         batch.block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], shape.scale, shape.softcap or 1.0,
         HEADS=shape.heads, KV_HEADS=shape.kv_heads, D=shape.head_dim, PAGE=k_cache.shape[1], BM=rows, BN=columns,
         STAGES=2 if wide else 3, WINDOW=shape.window or 0, SOFTCAP=shape.softcap is not None, PDL=pdl,
-        num_warps=4 if wide else 8, **launch_options(q.device, pdl),
+        num_warps=4 if wide else 8, **launch_options(pdl),
     )  # fmt: skip

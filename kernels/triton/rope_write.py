@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diptych.kernels.batch import Batch
 from diptych.kernels.rope import Rope
-from diptych.kernels.triton.common import dependent_launch, enter, launch_options
+from diptych.kernels.triton.common import dependent_launch, enter, leave, launch_options
 
 
 @triton.jit
@@ -40,6 +40,7 @@ def rope_write_kernel(
     tl.store(k_at, k.to(k_ptr.dtype.element_ty), mask=head < KV_HEADS)
     v = tl.load(base + KV_HEADS * D + head * D + dim[None, :], mask=head < KV_HEADS, other=0.0)
     tl.store(v_ptr + page * v_block + offset * v_token + head * v_head + dim[None, :], v, mask=head < KV_HEADS)
+    leave(PDL)
 
 
 @triton.jit
@@ -72,6 +73,6 @@ def rope_write(
             qkv.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], norm_eps,
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, R=rope.dim, PAGE=k_cache.shape[1],
             BQ=triton.next_power_of_2(heads), BKV=triton.next_power_of_2(kv_heads), QK_NORM=q_norm is not None, PDL=pdl,
-            num_warps=4, **launch_options(qkv.device, pdl),
+            num_warps=4, **launch_options(pdl),
         )  # fmt: skip
     return q

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.triton.common import counters, dependent_launch, enter, launch_options, partials
+from diptych.kernels.triton.common import counters, dependent_launch, enter, leave, launch_options, partials
 
 BLOCK = 4096
 
@@ -37,6 +37,7 @@ def greedy_kernel(
         best = tl.max(values, axis=0)
         first = tl.min(tl.where((values == best) & (i < splits), places, 2147483647), axis=0)
         tl.store(out_ptr + row, first.to(tl.int64))
+    leave(PDL)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def greedy(logits: Tensor) -> Tensor:
     pdl = dependent_launch(logits.device)
     greedy_kernel[(rows, splits)](
         logits, out, partials(logits.device, rows * splits * 2), counters(logits.device), vocab, logits.stride(0),
-        BLOCK=BLOCK, SPLITS=triton.next_power_of_2(splits), PDL=pdl, num_warps=8, **launch_options(logits.device, pdl),
+        BLOCK=BLOCK, SPLITS=triton.next_power_of_2(splits), PDL=pdl, num_warps=8, **launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -69,6 +70,7 @@ def advance_kernel(
     tl.store(position_ptr + row, context.to(tl.int64), mask=ok)
     tl.store(slot_ptr + row, block * PAGE + context % PAGE, mask=ok)
     tl.store(context_ptr + row, context + 1, mask=ok)
+    leave(PDL)
 
 
 def advance(ids: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, context_lens: Tensor, tables: Tensor,
@@ -79,5 +81,5 @@ def advance(ids: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, co
     pdl = dependent_launch(ids.device)
     advance_kernel[(1,)](
         ids, token_ids, positions, slots, context_lens, tables, rows, tables.stride(0),
-        PAGE=page, BLOCK=triton.next_power_of_2(rows), PDL=pdl, num_warps=4, **launch_options(ids.device, pdl),
+        PAGE=page, BLOCK=triton.next_power_of_2(rows), PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip

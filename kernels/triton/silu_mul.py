@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.triton.common import dependent_launch, enter, launch_options
+from diptych.kernels.triton.common import dependent_launch, enter, leave, launch_options
 
 
 @triton.jit
@@ -19,6 +19,7 @@ def silu_mul_kernel(x_ptr, y_ptr, f, BLOCK: tl.constexpr, PDL: tl.constexpr):
     up = tl.load(x_ptr + row * 2 * f + f + at, mask=at < f, other=0.0).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(y_ptr + row * f + at, y.to(y_ptr.dtype.element_ty), mask=at < f)
+    leave(PDL)
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -30,6 +31,6 @@ def silu_mul(x: Tensor) -> Tensor:
         for start in range(0, tokens, 65535):  # the grid's second dimension ends there
             part = x[start : start + 65535]
             silu_mul_kernel[(triton.cdiv(f, 2048), part.shape[0])](
-                part, y[start:], f, BLOCK=2048, PDL=pdl, num_warps=8, **launch_options(x.device, pdl)
+                part, y[start:], f, BLOCK=2048, PDL=pdl, num_warps=8, **launch_options(pdl)
             )
     return y
