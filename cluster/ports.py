@@ -2,7 +2,8 @@
 
 Routers of one service share a port (SO_REUSEPORT), and the kernel would let a second service share it too, without a
 word: each would get a part of the calls. So the launcher binds it once without sharing, and holds a lock on it while
-the service lives, also in the moments when no router listens.
+the service lives, also in the moments when no router listens. It also keeps a socket bound that listens to nobody:
+otherwise a free port may be gone, to any outgoing connection, by the time that a router asks for it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from diptych.contract.errors import ConfigInvalid
 class PortLease:
     """`take` it before routers start, `release` it after they stopped; a process that dies releases it too."""
 
-    def __init__(self, port: int, file: int) -> None:
+    def __init__(self, port: int, file: int, held: socket.socket) -> None:
         self.port = port
         self._file = file
+        self._held = held
 
     @classmethod
     def take(cls, host: str, port: int) -> PortLease:
@@ -38,19 +40,27 @@ class PortLease:
         except BlockingIOError:
             os.close(file)
             raise ConfigInvalid(f"Port {found} belongs to another Diptych service; choose another port.") from None
-        return cls(found, file)
+        held = _socket(host)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, found))
+        return cls(found, file, held)
 
     def release(self) -> None:
-        """The lock's file stays: removing it would let two services lock two files of one name."""
-        os.close(self._file)
+        """May be repeated. The lock's file stays: removing it would let two services lock two files of one name."""
+        self._held.close()
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def _socket(host: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that only waits out old connections is free
+    return made
 
 
 def _bind(host: str, port: int) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a port that only waits out old connections is free
+    with _socket(host) as probe:
         try:
             probe.bind((host, port))
             probe.listen(1)

@@ -29,7 +29,7 @@ class RayRegistry:
     """May be pickled and sent to any actor. limit: seconds a call may take before it fails with `Internal`; the
     controller is looked up again after a failure, since it may have restarted."""
 
-    def __init__(self, service: str, limit: float = 2.0) -> None:
+    def __init__(self, service: str, limit: float = 1.5) -> None:
         self._service = service
         self._limit = limit
         self._actor: ActorHandle[Any] | None = None

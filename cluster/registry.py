@@ -149,7 +149,7 @@ class RegistryClient:
     limit: seconds a call may take before it fails with `Internal`.
     """
 
-    def __init__(self, address: str, secret: bytes, limit: float = 2.0) -> None:
+    def __init__(self, address: str, secret: bytes, limit: float = 1.5) -> None:
         self.address = address
         self._secret = secret
         self._limit = limit

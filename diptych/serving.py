@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -192,12 +193,12 @@ class RayService:
         """Routers first, so that workers are idle when they are told to stop."""
         import ray
 
-        if self._serving:
-            await asyncio.to_thread(self._delete_application)
+        limits = self._config.limits
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # the cluster's own end follows
+            await asyncio.wait_for(self._delete_application(drain), 2 * limits.drain + 10)
         if self._pinging is not None:
             self._pinging.cancel()
         if self._controller is not None:
-            limits = self._config.limits
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # gone already: its groups' end follows
                 await asyncio.wait_for(self._controller.stop.remote(False), limits.drain + 5 * limits.kill)
             with contextlib.suppress(ray.exceptions.RayError):
@@ -206,20 +207,18 @@ class RayService:
         self._lease.release()
 
     async def _bring_up(self) -> None:
+        """Groups load while the router comes up. Nothing of Ray runs in a thread of ours: one that outlives
+        `ray.shutdown` connects again by itself and takes the process down."""
         secret = secrets.token_bytes(32)
         self._controller = self._make_controller(secret)
         self._pinging = asyncio.create_task(self._ping())
-        routers = asyncio.create_task(asyncio.to_thread(self._run_application, secret))
+        self._run_application(secret)
+        routers = asyncio.create_task(self._until_router_ready())
         try:
-            await self._until_groups_ready()
-            handle = await routers
-        except BaseException:
+            await self._until_groups_ready(routers)
+            await routers
+        finally:
             routers.cancel()
-            await asyncio.wait((routers,), timeout=self._config.limits.placement)
-            raise
-        async with asyncio.timeout(self._config.limits.group_start):
-            while not await handle.ready.remote():
-                await asyncio.sleep(_LOOK)
 
     def _make_controller(self, secret: bytes) -> Any:
         from diptych.cluster.controller import make_controller
@@ -231,37 +230,55 @@ class RayService:
                 f"A service named {self.name} runs in this Ray cluster already; choose another service.name."
             ) from None
 
-    def _run_application(self, secret: bytes) -> Any:
+    def _run_application(self, secret: bytes) -> None:
         from ray import serve
 
         from diptych.cluster.ray_registry import RayRegistry
         from diptych.router.app import router_app
 
-        settings = router_settings(self._config, self._lease.port)
-        registry = RayRegistry(self.name)
         app = router_app(
             self._config.model,
-            registry,
+            RayRegistry(self.name),
             secret,
-            settings,
+            router_settings(self._config, self._lease.port),
             self._config.telemetry,
             self._config.service.replicas,
             self._config.router.cpus,
         )
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        quiet = {"log_level": "WARNING"}
-        serve.start(proxy_location="Disabled", logging_config=quiet)
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         self._serving = True
-        try:
-            return serve.run(app, name=self.name, route_prefix=None, logging_config=quiet)
-        except RuntimeError as error:
-            raise Internal(f"The router did not start: {_last_line(str(error))}") from None
+        target = serve.RunTarget(app, name=self.name, route_prefix=None)
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
-    def _delete_application(self) -> None:
-        """In a cluster that goes on, a Serve instance that holds nothing else any more goes too."""
+    async def _until_router_ready(self) -> None:
+        """Serve says RUNNING when every replica's constructor has returned; then workers must be connected."""
         from ray import serve
 
-        serve.delete(self.name)
+        async with asyncio.timeout(self._config.limits.group_start):
+            while (router := self._application()) is None or router.status != "RUNNING":
+                if router is not None:
+                    _raise_failure(router)
+                await asyncio.sleep(_LOOK)
+            handle = serve.get_app_handle(self.name)
+            while not await handle.ready.remote():
+                await asyncio.sleep(_LOOK)
+
+    def _application(self) -> Any:
+        from ray import serve
+
+        return serve.status().applications.get(self.name)
+
+    async def _delete_application(self, drain: bool) -> None:
+        """A cluster of our own that need not drain is simply ended. In one that goes on, a Serve instance that holds
+        nothing else any more goes too."""
+        from ray import serve
+
+        if not self._serving or (self._cluster.own and not drain):
+            return
+        serve.delete(self.name, _blocking=False)
+        while self._application() is not None:
+            await asyncio.sleep(_LOOK)
         if not self._cluster.own and not serve.status().applications:
             serve.shutdown()  # type: ignore[no-untyped-call]
 
@@ -272,8 +289,9 @@ class RayService:
         self._watch(status.groups)
         return status
 
-    async def _until_groups_ready(self) -> None:
-        while True:
+    async def _until_groups_ready(self, routers: asyncio.Task[None]) -> None:
+        """Returns early when the routers have failed."""
+        while not routers.done():
             status = await self._status()
             if status.code:
                 raise from_wire(status.code, status.message)
@@ -304,6 +322,16 @@ def _absolute(path: Path | None) -> Path | None:
 def _address(host: str, port: int) -> str:
     shown = "127.0.0.1" if host in ("0.0.0.0", "") else host
     return f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+
+
+def _raise_failure(application: Any) -> None:
+    """Our own error out of a replica's traceback, at once: Serve alone would try the constructor again and again."""
+    said = [application.message, *(deployment.message for deployment in application.deployments.values())]
+    for text in said:
+        if found := re.search(r"diptych\.contract\.errors\.(\w+): (.+)", text):
+            raise from_wire(found[1], f"The router did not start: {found[2].strip()}")
+    if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        raise Internal(f"The router did not start: {_last_line(said[-1])}")
 
 
 def _last_line(text: str) -> str:

@@ -98,3 +98,14 @@ def test_a_port_belongs_to_one_service() -> None:
         PortLease.take("127.0.0.1", lease.port)
     lease.release()
     PortLease.take("127.0.0.1", lease.port).release()
+
+
+def test_a_held_port_is_no_obstacle_to_routers_that_share_it() -> None:
+    lease = PortLease.take("127.0.0.1", 0)
+    with socket.socket() as router:
+        router.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        router.bind(("127.0.0.1", lease.port))
+        router.listen()
+        with socket.create_connection(("127.0.0.1", lease.port), timeout=5):
+            router.accept()[0].close()
+    lease.release()

@@ -6,13 +6,14 @@ The first part needs no Ray; the second is the whole service on a Ray cluster of
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,32 @@ async def test_colocated_workers_answer_alike(demo_model: Path) -> None:
         # Nobody tells the workers when their launcher dies: each has to notice.
         await running.end(signal.SIGKILL)
         await until(lambda: running.left() == [])
+
+
+@pytest.mark.parametrize("ray", ["none", pytest.param("local", marks=[pytest.mark.ray, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    ("file", "content", "word"),
+    [("config.json", {"hidden_act": "mish"}, "mish"), ("tokenizer.json", {"added_tokens": None}, "tokenizer")],
+)
+async def test_what_only_a_worker_or_the_router_can_refuse(
+    demo_model: Path, tmp_path: Path, ray: str, file: str, content: dict[str, object], word: str
+) -> None:
+    """Found after the start has begun: still one sentence, and nothing is left running."""
+    for each in demo_model.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    (tmp_path / file).unlink()
+    (tmp_path / file).write_text(json.dumps(json.loads((demo_model / file).read_text()) | content))
+    with ray_lock() if ray == "local" else nullcontext():
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "diptych.cli", "serve", "--model", str(tmp_path), "--port", "0", "--ray", ray),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        _, said = await asyncio.wait_for(process.communicate(), LIMIT)
+    assert process.returncode == 2, said
+    assert said.decode().splitlines()[-1].startswith("diptych: ")
+    assert word in said.decode().splitlines()[-1]
+    assert [pid for pid in descendants(os.getpid()) if alive(pid)] == []
 
 
 @pytest.mark.ray
