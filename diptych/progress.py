@@ -40,8 +40,9 @@ class Progress:
         for group in groups:
             if self._seen.get(group.name) != group.state:
                 self._seen[group.name] = group.state
-                why = f": {group.message}" if group.state in ("replacing", "failed") and group.message else ""
-                self.say(f"  {group.name} {group.state}{why}")
+                # A short state may fall between two looks: the reason stays with those that follow it.
+                why = f": {group.message}" if group.message else ""
+                self.say(f"  {group.name} {group.state}{' again' if group.starts > 1 else ''}{why}")
         if self._moving is not None:
             self._moving.update(self._moment(groups))
 

@@ -177,7 +177,7 @@ async def test_the_service_on_ray_replaces_a_killed_worker_and_leaves_nothing(de
                 assert await text_of(client, request) == USUAL
             running.note()
             await drains_at_ctrl_c(running)
-            assert any("decode-0 replacing" in line for line in running.said)
+            assert any("decode-0 ready again" in line for line in running.said)
 
 
 async def kill_decode_under(client: Client) -> None:
