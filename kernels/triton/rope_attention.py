@@ -39,6 +39,22 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True)
+class PrefillConfig:
+    """rows: query tokens a block. columns: cached tokens a tile."""
+
+    rows: int = 128
+    columns: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+def prefill_config(itemsize: int, head_dim: int) -> PrefillConfig:
+    if itemsize == 4 or head_dim > 128:
+        return PrefillConfig(rows=64, columns=32, warps=4, stages=2)
+    return PrefillConfig()
+
+
+@dataclass(frozen=True)
 class Unified:
     """Operator 3: phi, low, high in units of the score (natural logarithm); `stray_rows`: int32 [1], counts the rows
     that were computed again."""
@@ -171,16 +187,17 @@ def _decode(
 
 
 def _prefill(
-    q: Tensor, out: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, shape: Shape, max_query: int
-) -> None:
-    wide = q.element_size() == 4 or shape.head_dim > 128
-    rows, columns = (64, 32) if wide else (128, 64)
-    plan = prefill_plan(batch, tokens=q.shape[0], rows=rows, max_query=max_query)
+    q: Tensor, out: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, shape: Shape, max_query: int,
+    config: PrefillConfig | None = None,
+) -> None:  # fmt: skip
+    if config is None:
+        config = prefill_config(q.element_size(), shape.head_dim)
+    plan = prefill_plan(batch, tokens=q.shape[0], rows=config.rows, max_query=max_query)
     pdl = 0 if plan.fresh else dependent_launch(q.device)
     prefill_attention_kernel[(shape.heads, plan.items.shape[0])](
         q, out, k_cache, v_cache, batch.block_tables, plan.items,
         batch.block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], shape.scale, shape.softcap or 1.0,
-        HEADS=shape.heads, KV_HEADS=shape.kv_heads, D=shape.head_dim, PAGE=k_cache.shape[1], BM=rows, BN=columns,
-        STAGES=2 if wide else 3, WINDOW=shape.window or 0, SOFTCAP=shape.softcap is not None, PDL=pdl,
-        num_warps=4 if wide else 8, **launch_options(pdl),
+        HEADS=shape.heads, KV_HEADS=shape.kv_heads, D=shape.head_dim, PAGE=k_cache.shape[1], BM=config.rows,
+        BN=config.columns, STAGES=config.stages, WINDOW=shape.window or 0, SOFTCAP=shape.softcap is not None, PDL=pdl,
+        num_warps=config.warps, **launch_options(pdl),
     )  # fmt: skip
