@@ -46,6 +46,7 @@ class EngineConfig(_Section):
     """What every worker of the service shares; see `WorkerSettings` for each field."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     block_size: Annotated[int, Field(ge=1, le=256)] = 16
     max_context: NotNegative = 0
@@ -68,6 +69,8 @@ class GroupConfig(_Section):
     tensor: Positive = 1
     cache_blocks: NotNegative = 0
     cache_bytes: NotNegative = 0
+    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    graphs: bool = True
     max_batch: Positive = 64
     token_budget: Positive = 512
     max_waiting: Positive = 1024

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cluster.config import Config, load_config, validate
+from diptych.cluster.config import Config, EngineConfig, GroupConfig, load_config, validate
 from diptych.contract.errors import ConfigInvalid
+from diptych.workers.settings import WorkerSettings
 
 
 def test_defaults_make_one_worker_of_each_role() -> None:
@@ -84,6 +85,17 @@ def test_missing_file_and_malformed_set(tmp_path: Path) -> None:
         load_config(sets=["decode.count"])
     with pytest.raises(ConfigInvalid, match="model is not a section"):
         load_config(flags={"model": "m"}, sets=["model.x=1"])
+
+
+def test_every_setting_of_a_worker_can_be_reached_and_has_one_default() -> None:
+    """Each stands in exactly one section, with the worker's own default; the rest is composed."""
+    composed = {"model", "role", "name", "service", "limits"}
+    own, shared = set(GroupConfig.model_fields), set(EngineConfig.model_fields)
+    assert not own & shared
+    assert (own | shared) - {"count", "cpus", "gpus"} == set(WorkerSettings.__struct_fields__) - composed
+    default = WorkerSettings(model="m", role="prefill")
+    (made, _) = (group.settings for group in validate({"model": "m"}).groups())
+    assert all(getattr(made, name) == getattr(default, name) for name in own | shared if hasattr(default, name))
 
 
 def test_frozen() -> None:
