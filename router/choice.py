@@ -186,6 +186,8 @@ class Choice:
     def _apply(self, part: Part, ended: Ended) -> None:
         if part.released or ended.reason == "handed":
             return
+        if part is self.prefill and ended.reason == "cancelled":
+            return  # decode told it that it no longer waits: decode's own word, on its own session, decides
         if ended.reason in ("stop", "length"):
             self._ending = ended
             if part is self.prefill and self.decode is not None:

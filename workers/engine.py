@@ -257,9 +257,10 @@ class Engine:
         if error is None and seq.state is State.SENDING:
             self.end(seq, "handed")
         else:
-            self.end(seq, "error", error or Internal("A transfer ended before its prefill did."))
+            reason = "cancelled" if isinstance(error, Cancelled) else "error"
+            self.end(seq, reason, error or Internal("A transfer ended before its prefill did."))
 
-    def fail_decode_peer(self, peer: str, error: DiptychError) -> None:
+    def lose_decode(self, peer: str, error: DiptychError) -> None:
         """The link to a decode worker is gone: whatever was to be handed over to it ends."""
         for seq in [seq for seq in self.sequences.values() if seq.decode == peer]:
             self.end(seq, "error", error)

@@ -107,7 +107,7 @@ def build(launch: Launch, channel: EngineChannel) -> tuple[Engine, Up]:
         digest=digest,
         block_size=settings.block_size,
         total_blocks=blocks,
-        max_context=min(context, blocks * settings.block_size),
+        max_context=context,
         pid=os.getpid(),
         device=settings.device,
         transport=handover.transport,

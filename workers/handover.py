@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from diptych.contract import telemetry
-from diptych.contract.errors import DiptychError, TransferFailed
+from diptych.contract.errors import DecodeLost, DiptychError, PrefillLost
 from diptych.contract.request import Key
 from diptych.contract.wire import Stage, WorkerInfo
 from diptych.workers.blocks import BlockPool
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from diptych.workers.engine import Engine
 
 log = logging.getLogger("diptych.handover")
+
 
 Event = ReceiverEvent | LinkUp | LinkDown | SendClosed
 
@@ -136,7 +137,7 @@ class Handover:
         if seq.key in self.holds:
             return True
         if seq.decode not in self._up:
-            error = TransferFailed(f"There is no link to decode worker {seq.decode} any more.")
+            error = DecodeLost(f"There is no link to decode worker {seq.decode} any more.")
             self._post(SendClosed(seq.key, error, SendStats()))
             return False
         self.pool.share(seq.blocks)
@@ -150,7 +151,7 @@ class Handover:
         """Opens the sequence's granted blocks to its prefill worker's link."""
         assert seq.prefill is not None
         if seq.prefill not in self._peers:
-            self._post(Forsaken(seq.key, TransferFailed(f"There is no link from prefill worker {seq.prefill}.")))
+            self._post(Forsaken(seq.key, PrefillLost(f"There is no link from prefill worker {seq.prefill}.")))
         self.landings.open(Landing(self.cache, seq.key, seq.prefill, seq.blocks, seq.held, seq.prompt_len))
 
     def revoke(self, seq: Sequence) -> bool:
@@ -211,7 +212,7 @@ class Handover:
             del self._carriers[key]
             self._release(key)
             engine.handed(key, event.error, None)
-        engine.fail_decode_peer(event.peer, event.error)
+        engine.lose_decode(event.peer, event.error)
 
     def _peer_down(self, event: PeerDown, engine: Engine) -> None:
         log.warning("link from %s is down: %s", event.peer, event.error)

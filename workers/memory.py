@@ -40,7 +40,7 @@ def refuse_what_does_not_fit(settings: WorkerSettings, config: ModelConfig, dtyp
     room = min(free, int(total * settings.memory_share))
     if need + SLACK > room:
         raise CapacityExceeded(
-            f"The model's weights take {need / 2**30:.1f} GiB in {dtype}; {settings.device} has {room / 2**30:.1f} GiB for"
+            f"The model is {need / 2**30:.1f} GiB of weights in {dtype}; {settings.device} has {room / 2**30:.1f} for"
             f" this worker ({free / 2**30:.1f} free of {total / 2**30:.1f}, memory_share {settings.memory_share})."
         )
 

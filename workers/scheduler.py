@@ -114,7 +114,8 @@ class Scheduler:
     # ── reservations ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def grants(self) -> Iterator[Sequence]:
-        """Gives blocks for the prompt plus one to waiting reservations; yields each that it served."""
+        """Gives blocks for the prompt plus one (if it can ever need that one) to waiting reservations; yields each that
+        it served."""
         for seq in list(self.block_wait):
             if len(self.running) + len(self.reserved) >= self.max_batch:
                 return
@@ -129,8 +130,9 @@ class Scheduler:
 
     def _grant(self, seq: Sequence) -> bool:
         found = self._take_prefix(seq, seq.prompt_len)
-        wanted = self.pool.blocks_for(seq.prompt_len) + 1 - len(found)
-        room = self.pool.blocks_for(seq.full_length) - len(found)
+        room = self.pool.blocks_for(max(seq.full_length, seq.prompt_len + 1)) - len(found)
+        # The one more must not be asked for where all that it can ever hold fits: in a small pool it may not exist.
+        wanted = min(self.pool.blocks_for(seq.prompt_len) + 1 - len(found), room)
         fresh = self.pool.allocate(wanted, found[-1] if found else None, room)
         if fresh is None:
             self.pool.release(found)

@@ -266,10 +266,11 @@ class Worker:
     def _note(self, report: Report) -> None:
         if self._report is None or report.progress != self._report.progress or not report.busy:
             self._moved = time.monotonic()
+        relinked = report.load.links != self._load.links
         self._report = report
         self._load = report.load
-        if report.load.gained or report.load.lost:
-            # Deltas must reach every session once; the rest of the load goes with the next heartbeat.
+        if report.load.gained or report.load.lost or relinked:
+            # Deltas must reach every session once, and a new link is usable now; the rest waits for the heartbeat.
             for session in self._sessions.values():
                 session.put(pack(self._stamped()))
             self._load = msgspec.structs.replace(self._load, gained=(), lost=())

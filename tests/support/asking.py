@@ -53,7 +53,7 @@ async def both(client: Client, request: pb.GenerateRequest) -> pb.GenerateRespon
     for choice in whole.choices:
         check_joined(choice, [piece for piece in pieces if piece.index == choice.index])
     for piece in pieces[:-1]:
-        assert not (piece.HasField("usage") or piece.HasField("timings") or piece.HasField("prompt"))
+        assert not any(piece.HasField(field) for field in ("usage", "timings", "prompt"))
     last = pieces[-1]
     assert last.usage.prompt_tokens == whole.usage.prompt_tokens
     assert last.usage.completion_tokens == whole.usage.completion_tokens
@@ -144,8 +144,9 @@ def _idle(worker: pb.Worker) -> bool:
 async def until_idle(client: Client, limit: float = 2.0, heartbeat: float = 0.2) -> None:
     """Waits until the service is idle, and sees that it stays so, drawing nothing, over the next heartbeats."""
     await until(client, idle, limit)
+    await asyncio.sleep(1.5 * heartbeat)  # so that every worker has told how it is now
     before = await client.server_info()
-    await asyncio.sleep(2.5 * heartbeat)
+    await asyncio.sleep(1.5 * heartbeat)
     after = await client.server_info()
     assert idle(after), after
     assert drawn(before) == drawn(after)

@@ -57,7 +57,7 @@ class Probe:
         self.load = Load(clock=(0, 0))
         self.broken = asyncio.Event()
         self._changed = asyncio.Event()
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._nonce = secrets.token_bytes(32)
 
     async def __aenter__(self) -> Probe:
@@ -73,6 +73,7 @@ class Probe:
 
     async def __aexit__(self, *_: object) -> None:
         self.reader.cancel()
+        self._outbox.put_nowait(None)
         self.call.cancel()
         await self.channel.close()
 
@@ -80,8 +81,8 @@ class Probe:
         self._outbox.put_nowait(pack(message))
 
     async def _messages(self) -> AsyncIterator[bytes]:
-        while True:
-            yield await self._outbox.get()
+        while (message := await self._outbox.get()) is not None:
+            yield message
 
     async def until(self, condition: object, limit: float = LIMIT) -> None:
         """Waits for a load message that satisfies `condition(load)`."""

@@ -171,7 +171,7 @@ async def kill_while_sending(cluster: LocalCluster, victim: str) -> None:
         dying, living = (prefill, decode) if victim == "prefill" else (decode, prefill)
         os.kill(dying.info.engine_pids[0], signal.SIGKILL)
         ended: Ended = await asyncio.wait_for(living.parts[asked.key].ended, 5.0)
-        assert (ended.reason, ended.code) == ("error", "TransferFailed"), ended
+        assert (ended.reason, ended.code) == ("error", "PrefillLost" if victim == "prefill" else "DecodeLost"), ended
         await asyncio.wait_for(dying.broken.wait(), 5.0)
         await living.until_free(5.0)
     async with asyncio.timeout(LIMIT):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from diptych.contract.errors import DiptychError, Internal, TransferCorrupt, TransferFailed
+from diptych.contract.errors import DiptychError, Internal, PrefillLost, TransferCorrupt, TransferFailed
 from diptych.contract.limits import Limits
 from diptych.contract.request import Key
 from diptych.workers.cache import KVLayout
@@ -143,6 +143,8 @@ class ReceiveLink(Thread):
         self.control.close()
         if self._pair is not None:
             self._pair.close()
+        if type(error) is TransferFailed:
+            error = PrefillLost(f"The link from prefill worker {self.sender} ended: {error}")
         if self.sender:
             self.receiver.post(PeerDown(self.sender, error))
 

@@ -18,7 +18,7 @@ from time import monotonic_ns
 
 import torch
 
-from diptych.contract.errors import DiptychError, Internal, TransferFailed, from_wire
+from diptych.contract.errors import DecodeLost, DiptychError, Internal, TransferFailed, from_wire
 from diptych.contract.limits import Limits
 from diptych.contract.request import Key
 from diptych.contract.wire import WorkerInfo
@@ -186,6 +186,8 @@ class SendLink(Thread):
             self._control.close()
         if self._pair is not None:
             self._pair.close()
+        if type(error) is TransferFailed:
+            error = DecodeLost(f"The link to decode worker {self.peer.id} ended: {error}")
         self._fail_all(error)
         self.post(LinkDown(self.peer.id, error))
 
