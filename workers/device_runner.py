@@ -1,4 +1,4 @@
-"""Executes steps on a GPU without the host on the critical path.
+"""Executes steps ahead of the host: made for a GPU, and runs on a CPU too, where tests hold its logic.
 
 A step's inputs are staged in pinned memory and copied in one piece while the step before runs. A token that was drawn
 but not yet committed is fed to the next step on the device. Decode steps replay a CUDA graph from a ladder of batch
@@ -49,7 +49,7 @@ class Pending:
 
     step: Step
     started: int
-    ready: Any
+    ready: torch.cuda.Event | None
     ids: torch.Tensor
     rows: Sequence[SampleRow]
     kept: torch.Tensor | None
@@ -57,7 +57,8 @@ class Pending:
     sampler: Sampler
 
     def result(self) -> Launch:
-        self.ready.synchronize()
+        if self.ready is not None:
+            self.ready.synchronize()
         tokens: list[int] = self.ids.tolist()
         logprobs: list[Logprob | None] = [None] * len(tokens)
         if self.kept is not None:
@@ -90,7 +91,7 @@ class _Graph:
 
 
 class DeviceRunner(Runner):
-    """One rank's model and memory on a GPU. `overlap` is 1: a step may be launched before the last is committed."""
+    """One rank's model and memory, run ahead. `overlap` is 1: a step may be launched before the last is committed."""
 
     def __init__(
         self,
@@ -112,10 +113,11 @@ class DeviceRunner(Runner):
         self.drawn = torch.zeros(max_batch + 1, dtype=torch.int64, device=self.device)
         self.pool: Any = None
         self._graphs: list[_Graph] = []
-        self._ids = [torch.zeros(max_batch, dtype=torch.int64).pin_memory() for _ in range(2)]
+        self.on_gpu = self.device.type == "cuda"
+        self._ids = [torch.zeros(max_batch, dtype=torch.int64, pin_memory=self.on_gpu) for _ in range(2)]
         self._turn = 0
         self._order: dict[int, int] = {}  # of the last launch: id(sequence) → its row among the drawn ones
-        sizes = ladder(max_batch) if graphs else []
+        sizes = ladder(max_batch) if graphs and self.on_gpu else []
         with torch.inference_mode():
             for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit its memory
                 self._graphs.insert(0, _Graph(self, size))
@@ -175,8 +177,10 @@ class DeviceRunner(Runner):
         ids = self._ids[self._turn][: len(picked)]
         ids.copy_(self.drawn[: len(picked)], non_blocking=True)
         kept = logits[: len(picked)].clone() if asked else None
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
+        ready = None
+        if self.on_gpu:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
         return Pending(step, started, ready, ids, samples, kept, prompts, self.sampler)
 
     def _feed(self, row: Row) -> tuple[int, int]:

@@ -85,19 +85,13 @@ def build(launch: Launch, channel: EngineChannel) -> tuple[Engine, Up]:
     weights = load(settings.model, config, dtype, settings.device, settings.load_format, progress)
     decoder = Decoder(config, weights, max_positions=context)
     sampler = Sampler(config.vocab, settings.device)
-    if on_gpu:
-        blocks = cache_blocks(settings, layout, lambda: rehearse(decoder, layout, settings))
-        runner: Runner = DeviceRunner(
-            decoder,
-            KVCache.of(layout, blocks + 1, settings.device),
-            sampler,
-            settings.max_batch,
-            context,
-            graphs=settings.graphs and settings.role != "prefill",
-        )
+    blocks = cache_blocks(settings, layout, (lambda: rehearse(decoder, layout, settings)) if on_gpu else None)
+    if settings.overlap == 1 or (settings.overlap == -1 and on_gpu):
+        cache = KVCache.of(layout, blocks + 1, settings.device)
+        graphs = settings.graphs and settings.role != "prefill"
+        runner: Runner = DeviceRunner(decoder, cache, sampler, settings.max_batch, context, graphs)
     else:
-        blocks = cache_blocks(settings, layout)
-        runner = Runner(decoder, KVCache.of(layout, blocks), sampler)
+        runner = Runner(decoder, KVCache.of(layout, blocks, settings.device), sampler)
     pool = BlockPool(blocks, settings.block_size, settings.prefix_cache)
     digest = model_digest(settings, layout)
     handover = Handover(settings, launch.id, launch.epoch, launch.secret, digest, pool, runner.cache, channel.wake)
