@@ -5,8 +5,6 @@ The CPU path works on views of the cache: a sequence whose blocks follow each ot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -90,29 +88,17 @@ def rope_attention_reference(
     _write(v_cache, batch.slots, value)
     query = turned[:, :heads].transpose(0, 1).unsqueeze(0)
     keys, values = _lift(k_cache), _lift(v_cache)
-    parts, outputs = _parts(batch, k_cache, window), []
-    with _threads_for(parts):
-        for part in parts:
+    outputs, threads = [], torch.get_num_threads()
+    try:
+        for part in _parts(batch, k_cache, window):
+            torch.set_num_threads(1 if part.short else threads)
             q = query.narrow(2, part.first, part.queries)
             k, v = _read(k_cache, keys, part), _read(v_cache, values, part)
             outputs.append(_attend(q, k, v, part, scale, softcap).transpose(1, 2))
-    mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-    return mixed.reshape(qkv.shape[0], heads * head_dim)
-
-
-@contextmanager
-def _threads_for(parts: list[_Part]) -> Iterator[None]:
-    """Decode at a short context is 10 to 30 µs of work a sequence. Split over threads it gains a fifth on an idle
-    machine and loses a third where two engines share the cores: each split ends in a barrier."""
-    threads = torch.get_num_threads()
-    if threads == 1 or any(part.queries > 1 or part.length > _SHORT for part in parts):
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
     finally:
         torch.set_num_threads(threads)
+    mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    return mixed.reshape(qkv.shape[0], heads * head_dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +114,14 @@ class _Part:
     blocks: Tensor | None
     causal: bool
     mask: Tensor | None
+
+    @property
+    def short(self) -> bool:
+        """To be done by one thread. Decode at a short context is 10 to 30 µs of work: split, it gains a fifth on an
+        idle machine and loses a third where two engines share the cores, as each split ends in a barrier. The library
+        splits one query's keys by thread, so this must follow from the sequence alone, or its bits would depend on its
+        neighbours."""
+        return self.queries == 1 and self.length <= _SHORT
 
 
 def _parts(batch: Batch, cache: Tensor, window: int | None) -> list[_Part]:

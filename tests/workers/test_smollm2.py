@@ -88,6 +88,18 @@ def test_logits_bitwise_alone_or_together(ours: Decoder) -> None:
         assert all(torch.equal(a, b) for a, b in zip(alone, rows, strict=True))
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 61, 333])
+def test_decode_bitwise_beside_a_prompt(ours: Decoder, chunk: int) -> None:
+    """A chunk of another's prompt in the same step makes every tensor larger and splits work over threads elsewhere."""
+    driver = Driver(ours)
+    prompt, blocks, others = list(range(300, 380)), driver.blocks_for(81), driver.blocks_for(chunk)
+    driver.prefill(prompt, blocks)
+    row: Row = ([5], 80, blocks)
+    alone = driver.run([row])[0]
+    assert torch.equal(driver.run([row, (range(1000, 1000 + chunk), 0, others)])[0], alone)
+    assert torch.equal(driver.run([(range(1000, 1000 + chunk), 0, others), row])[-1], alone)
+
+
 def test_usual_text_and_its_logprobs(ours: Decoder) -> None:
     """The ground values of the usual prompt: ids, log-probabilities of the answer, of the prompt, and alternatives."""
     driver = Driver(ours)
