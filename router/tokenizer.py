@@ -49,8 +49,8 @@ class Tokenizer:
         try:
             source = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # its parsers raise whatever they like
-            why = " ".join(str(error).split())[:300]
-            raise ModelUnsupported(f"The tokenizer in {folder} is missing or cannot be read: {why}") from error
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(".")
+            raise ModelUnsupported(f"The tokenizer in {folder} is missing or cannot be read ({why}).") from error
         if getattr(source, "backend_tokenizer", None) is None:
             raise ModelUnsupported(f"The tokenizer in {folder} has no tokenizer.json, which Diptych needs.")
         return cls(source)
