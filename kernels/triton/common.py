@@ -96,12 +96,13 @@ def leave(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers):
-    """Starts bringing the lines under `pointers` into L2; touches no register and may precede `enter`."""
+def prefetch(pointers, BYTES: tl.constexpr):
+    """Starts bringing BYTES (a multiple of 16) at each of `pointers` (so aligned) into L2; may precede `enter`. The plain
+    prefetch instruction brings a sector or two of a line, so it is the bulk one."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointers.to(tl.int64), tl.full(pointers.shape, BYTES, tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -25,10 +25,11 @@ def gemv_kernel(
     u_row = w_row + n.to(tl.int64) * K
     cols = tl.arange(0, BK)
     if AHEAD > 0:
-        lines = tl.arange(0, AHEAD // 64) * 64
-        prefetch(w_row + lines[None, :])
+        PIECE: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8 * 128
+        pieces = tl.arange(0, AHEAD // 128) * 128
+        prefetch(w_row + pieces[None, :], PIECE)
         if GATE:
-            prefetch(u_row + lines[None, :])
+            prefetch(u_row + pieces[None, :], PIECE)
     enter(PDL)
     acc0 = tl.zeros((BN, BK), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0

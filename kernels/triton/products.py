@@ -74,6 +74,11 @@ def _library(
     return silu_mul(y) if gate else y
 
 
+def _ahead(choice: Choice, k: int) -> int:
+    """A bulk prefetch goes by aligned pieces of 128 elements."""
+    return 0 if k % 128 else min(choice.ahead, 1 << (k.bit_length() - 1))
+
+
 def _gemv(
     x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None, gate: bool, bias: Tensor | None, residual: Tensor | None,
     c: Choice, pdl: int,
@@ -83,7 +88,7 @@ def _gemv(
     gemv_kernel[(triton.cdiv(n, c.bn),)](
         x, weight, x if norm is None else norm[0], x if bias is None else bias, x if residual is None else residual, out,
         n, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
-        K=k, M=m, BN=c.bn, BK=c.bk, STAGES=c.stages, AHEAD=min(c.ahead, 1 << (k.bit_length() - 1)), NORM=norm is not None,
+        K=k, M=m, BN=c.bn, BK=c.bk, STAGES=c.stages, AHEAD=_ahead(c, k), NORM=norm is not None,
         GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps,
         **launch_options(pdl),
     )  # fmt: skip
@@ -103,7 +108,7 @@ def _flat(
         x, weight, x if norm is None else norm[0], x if bias is None else bias, x if residual is None else residual, out,
         partials(x.device, size), counters(x.device),
         m, n, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
-        K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, AHEAD=c.ahead, ROWS_FIRST=c.rows_first,
+        K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, AHEAD=_ahead(c, k), ROWS_FIRST=c.rows_first,
         NORM=norm is not None, GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps,
         **launch_options(pdl),
     )  # fmt: skip

@@ -179,7 +179,7 @@ def _decode(
         *((0.0, 0.0, 0.0) if unified is None else (unified.phi * log2e, unified.low * log2e, unified.high * log2e)),
         HEADS=shape.heads, KV_HEADS=kv_heads, D=d, R=d if rope is None else rope.dim, PAGE=k_cache.shape[1],
         MAXQ=max_query, ROWS=rows, PAD=max(16, rows), TILE=config.tile, STAGES=config.stages,
-        CHUNK=max(1, min(16, 32 // rows)), WINDOW=shape.window or 0, SOFTCAP=shape.softcap is not None,
+        CHUNK=max(1, min(16, 16 * config.warps // rows)), WINDOW=shape.window or 0, SOFTCAP=shape.softcap is not None,
         FUSED=rope is not None, QK_NORM=rope is not None and q_norm is not None, UNIFIED=unified is not None,
         PEEL=config.peel, AHEAD=config.ahead if pdl else 0, PDL=pdl, num_warps=config.warps,
         **launch_options(pdl),
