@@ -1,0 +1,73 @@
+"""The engine on a GPU gives the CPU reference's tokens in fp32: captured or not, alone and batched."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.contract.request import Sampling
+from tests.support.engine import GREEDY, Harness
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SEEDED = Sampling(temperature=0.9, seed=7, top_k=40, top_p=0.95)
+PENALISED = Sampling(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.3)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with grouped queries whose greedy margins are wide."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.2, eos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def requests() -> list[tuple[str, tuple[int, ...], int, Sampling]]:
+    draw = random.Random(3)
+    kinds = [GREEDY, GREEDY, SEEDED, PENALISED]
+    found = []
+    for n in range(10):
+        prompt = tuple(draw.randrange(1, 512) for _ in range(draw.randrange(3, 150)))
+        found.append((f"r{n}", prompt, draw.randrange(1, 40), kinds[n % 4]))
+    return found
+
+
+def run(folder: Path, together: bool, **settings: object) -> dict[str, list[int]]:
+    harness = Harness(folder, dtype="float32", cache_blocks=160, **settings)
+    for name, prompt, tokens, sampling in requests():
+        harness.ask(name, prompt, tokens, sampling, salt="" if together else name)
+        if not together:
+            harness.run()
+    harness.run()
+    return dict(harness.loop.tokens)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path) -> dict[str, list[int]]:
+    return run(tiny, together=False)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("together", [False, True])
+def test_the_gpu_gives_the_tokens_of_the_cpu(
+    tiny: Path, reference: dict[str, list[int]], graphs: bool, together: bool
+) -> None:
+    assert run(tiny, together, device="cuda", graphs=graphs) == reference
+
+
+def test_preemption_on_a_gpu(tiny: Path, reference: dict[str, list[int]]) -> None:
+    harness = Harness(tiny, dtype="float32", device="cuda", cache_blocks=22, prefix_cache=False)
+    for name, prompt, tokens, sampling in requests():
+        harness.ask(name, prompt, tokens, sampling)
+    harness.run()
+    assert harness.loop.tokens == reference
