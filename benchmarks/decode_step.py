@@ -33,8 +33,8 @@ LLAMA_3_8B = {
     "rope_theta": 500000.0, "max_position_embeddings": 8192, "eos_token_id": 128001,
 }  # fmt: skip
 LLAMA_2_7B = LLAMA_3_8B | {
-    "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000, "rope_theta": 10000.0, "eos_token_id": 2,
-    "max_position_embeddings": 4096,
+    "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000, "rope_theta": 10000.0,
+    "eos_token_id": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
 
 
@@ -116,7 +116,9 @@ class DecodeGraph:
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    matrices = [t for layer in decoder.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down) if t is not None]
+    matrices = [
+        t for layer in decoder.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down) if t is not None
+    ]
     return sum(t.numel() * t.element_size() for t in [*matrices, decoder.head])
 
 
@@ -162,8 +164,8 @@ def main() -> None:
               flush=True)  # fmt: skip
         gc.collect()
         torch.cuda.empty_cache()
-    print(json.dumps({"benchmark": "decode_step", "date": time.strftime("%Y-%m-%d"), "gpu": torch.cuda.get_device_name(),
-                      "torch": torch.__version__, "read_tb_s": round(read / 1e12, 3), "rows": results}))  # fmt: skip
+    print(json.dumps({"benchmark": "decode_step", "date": time.strftime("%Y-%m-%d"), 
+                      "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "read_tb_s": round(read / 1e12, 3), "rows": results}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Norm, rotary + KV write and packing at large sizes, in % of the copy bandwidth of the same run.
 
-    python -m benchmarks.glue
+python -m benchmarks.glue
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prefill attention alone: causal, Llama-3-8B heads, over pages, against PyTorch's cuDNN backend on contiguous tensors.
 
-    python -m benchmarks.prefill_attention
+python -m benchmarks.prefill_attention
 """
 
 from __future__ import annotations

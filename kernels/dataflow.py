@@ -38,8 +38,8 @@ class Problem:
 @dataclass(frozen=True)
 class Choice:
     """kind: "gemv" | "flat" | "library". block: BN, BK, and with flat the number of splits of K; warps, stages: of the
-    launch; ahead: columns of W brought into L2 before the predecessor's end; rows_first: x, not W, is the tall operand; early: the
-    next kernel may start as soon as there is room."""
+    launch; ahead: columns of W brought into L2 before the predecessor's end; rows_first: x, not W, is the tall operand;
+    early: the next kernel may start as soon as there is room."""
 
     kind: Literal["gemv", "flat", "library"]
     bn: int = 0

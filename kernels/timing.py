@@ -1,4 +1,4 @@
-"""Time of GPU work: calls captured into one graph, inputs rotated past the L2 cache by the caller, medians of replays."""
+"""Time of GPU work: calls captured into one graph, inputs rotated past L2 by the caller, medians of replays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Timed:
 
 
 class Replay:
-    """`calls` in one captured graph, run once before the capture so that every kernel is compiled and scratch exists."""
+    """`calls` in one captured graph; the first is run before, so that kernels are compiled and scratch exists."""
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         self.count = len(calls)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             calls[0]()
@@ -34,12 +34,12 @@ class Replay:
 
     def once(self) -> float:
         """Microseconds a call, of one replay."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         self.graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / self.count
+        return float(start.elapsed_time(end)) * 1e3 / self.count
 
     def time(self, replays: int = 15) -> Timed:
         self.once()

@@ -1,8 +1,8 @@
 """The sweep behind the dataflow: finds, for each [K, N, dtype, M], the fastest product on the GPU at hand.
 
 `diptych tune` calls `tune`. Candidates come from a pure function of the problem; kernels are compiled by a pool of
-processes, then timed one after the other in captured graphs whose weights rotate past the L2 cache. Our kernel is chosen
-only where it beats the library by more than MARGIN.
+processes, then timed one after the other in captured graphs whose weights rotate past the L2 cache. Our kernel is
+chosen only where it beats the library by more than MARGIN.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def candidates(problem: Problem, multiprocessors: int = 132) -> list[Choice]:
 
 
 def starts_next_early(problem: Problem, choice: Choice, multiprocessors: int = 132) -> bool:
-    """Whether the next kernel's blocks may come in while this one runs. Not where this one's blocks come in several waves,
-    whose places they would take: gate_up so cost 0.25 ms of a 4.0 ms step, while qkv and o so saved 0.02 ms each. One op
-    repeated cannot show it, so it is a rule and not swept."""
+    """Whether the next kernel's blocks may come in while this one runs. Not where this one's blocks come in several
+    waves, whose places they would take: gate_up so cost 0.25 ms of a 4.0 ms step, while qkv and o so saved 0.02 ms
+    each. One op repeated cannot show it, so it is a rule and not swept."""
     gate = 2 if problem.fusion == "norm_gate" else 1
     return choice.kind == "flat" or (choice.kind == "gemv" and problem.n // gate <= 4 * multiprocessors * choice.bn)
 
@@ -132,7 +132,9 @@ def tune(
 def merged(path: Path, device: str, findings: Iterable[Finding]) -> dict[str, Any]:
     import triton
 
-    data = json.loads(path.read_text()) if path.exists() else {"device": device, "entries": {}}
+    data: dict[str, Any] = {"device": device, "entries": {}}
+    if path.exists():
+        data = json.loads(path.read_text())
     data.update(torch=torch.__version__, triton=triton.__version__, date=time.strftime("%Y-%m-%d"))
     for f in findings:
         row = {"choice": asdict(f.choice), "us": round(f.us, 2), "library_us": round(f.library_us, 2)}

@@ -97,8 +97,8 @@ def leave(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers, BYTES: tl.constexpr):
-    """Starts bringing BYTES (a multiple of 16) at each of `pointers` (so aligned) into L2; may precede `enter`. The plain
-    prefetch instruction brings a sector or two of a line, so it is the bulk one."""
+    """Starts bringing BYTES (a multiple of 16) at each of `pointers` (so aligned) into L2; may precede `enter`. The
+    plain prefetch instruction brings a sector or two of a line, so it is the bulk one."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",

@@ -1,9 +1,9 @@
 """Paged attention of a few query tokens a sequence: FlashDecoding (Dao et al., 2023) over a work list in GPU memory.
 
-All query heads of a KV head, and all query tokens of the sequence, are the rows of one tile, so K and V are read once. A
-block takes one item of the plan for one KV head; the last block of a sequence's head combines the parts by
-log-sum-exp. With FUSED (one query token a sequence) the q/k norm, the rotary embedding and the write of the new token's K
-and V happen here too: the new token is the start of the last item's softmax and is read from no page.
+All query heads of a KV head, and all query tokens of the sequence, are the rows of one tile, so K and V are read once.
+A block takes one item of the plan for one KV head; the last block of a sequence's head combines the parts by
+log-sum-exp. With FUSED (one query token a sequence) the q/k norm, the rotary embedding and the write of the new token's
+K and V happen here too: the new token is the start of the last item's softmax and is read from no page.
 
 UNIFIED is the asynchronous softmax of FlashDecoding++ (Hong et al., arXiv 2311.01282, §3): a scale `phi` known before
 takes the place of the running maximum, so tiles do not wait for one another's. An item whose row maximum leaves
@@ -51,8 +51,8 @@ def decode_attention_kernel(
     table = table_ptr + seq.to(tl.int64) * table_stride
     k_base = k_ptr + head * k_head
     v_base = v_ptr + head * v_head
-    # What earlier steps wrote (old pages) and what the step was given (tables of the rotary embedding) is touched before
-    # the predecessor ends: the chain of loads behind it is what a short context waits for.
+    # What earlier steps wrote (old pages) and what the step was given (rotary tables) is touched before the predecessor
+    # ends: the chain of loads behind it is what a short context waits for.
     pos = begin + token
     if PEEL:
         page = tl.load(table + pos // PAGE, mask=pos < end, other=0).to(tl.int64)
@@ -247,7 +247,7 @@ def _combine(
     part_ptr, o_ptr, first_item, splits, head, q_first, queries,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Adds a head's parts, CHUNK at a time, in the order of their items. Parts come past L1: other blocks wrote them."""
+    """Adds a head's parts, CHUNK at a time, in the order of their items; past L1, since other blocks wrote them."""
     G: tl.constexpr = HEADS // KV_HEADS
     SIZE: tl.constexpr = ROWS * (D + 2)
     row = tl.arange(0, ROWS)

@@ -1,8 +1,8 @@
 """FlatGEMM: y = x · Wᵀ for a few rows of x on the matrix units (Hong et al., arXiv 2311.01282, §4).
 
 The weights are the tall operand: BN rows of W against all (at most BM) rows of x. W is walked once with STAGES tiles in
-flight; where N is too small to fill the GPU, K is split over blocks and the last block to arrive adds the parts up, in a
-fixed order. RMSNorm before and bias, residual and SiLU·mul after are fused.
+flight; where N is too small to fill the GPU, K is split over blocks and the last block to arrive adds the parts up, in
+a fixed order. RMSNorm before and bias, residual and SiLU·mul after are fused.
 """
 
 from __future__ import annotations

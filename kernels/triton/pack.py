@@ -1,4 +1,4 @@
-"""Packing on a GPU: any tokens and heads of all layers between scattered pages and one contiguous slab, in one launch."""
+"""Packing on a GPU: any tokens and heads of all layers between scattered pages and one slab, in one launch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,16 @@ def pack_kernel(
 
 
 def copy_tokens(
-    pages: Tensor, blocks: Sequence[int] | Tensor, first: int, count: int, slab: Tensor, into_pages: bool, first_head: int = 0
+    pages: Tensor,
+    blocks: Sequence[int] | Tensor,
+    first: int,
+    count: int,
+    slab: Tensor,
+    into_pages: bool,
+    first_head: int = 0,
 ) -> None:
-    """pages: [layers, 2, blocks, page, heads of the cache, D], last dimension contiguous. slab: [layers, 2, count, heads,
-    D] contiguous, for heads [first_head, first_head + heads). blocks: block table, a tensor on the device or a list."""
+    """pages: [layers, 2, blocks, page, heads of the cache, D], last dimension contiguous. slab: [layers, 2, count,
+    heads, D] contiguous, for heads [first_head, first_head + heads). blocks: block table, a tensor on the device or a list."""
     layers, _, _, page, _, d = pages.shape
     heads = slab.shape[3]
     if count == 0 or heads == 0:

@@ -75,8 +75,12 @@ def _tile(
     if CUT:
         ok = at < end
         page = tl.load(table + at // PAGE, mask=ok, other=0).to(tl.int64)
-        k = tl.load(k_base + (page * k_block + at % PAGE * k_token)[None, :] + dim[:, None], mask=ok[None, :], other=0.0)
-        v = tl.load(v_base + (page * v_block + at % PAGE * v_token)[:, None] + dim[None, :], mask=ok[:, None], other=0.0)
+        k = tl.load(
+            k_base + (page * k_block + at % PAGE * k_token)[None, :] + dim[:, None], mask=ok[None, :], other=0.0
+        )
+        v = tl.load(
+            v_base + (page * v_block + at % PAGE * v_token)[:, None] + dim[None, :], mask=ok[:, None], other=0.0
+        )
     else:
         page = tl.load(table + at // PAGE).to(tl.int64)
         k = tl.load(k_base + (page * k_block + at % PAGE * k_token)[None, :] + dim[:, None])

@@ -17,6 +17,7 @@ from diptych.kernels.triton.gemv import gemv_kernel
 from diptych.kernels.triton.rms_norm import rms_norm
 from diptych.kernels.triton.silu_mul import silu_mul
 
+Norm = tuple[Tensor, float] | None
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -29,7 +30,7 @@ def product(
     x: Tensor,
     weight: Tensor,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm = None,
     gate: bool = False,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -60,7 +61,7 @@ def check(x: Tensor, weight: Tensor) -> None:
 def _library(
     x: Tensor,
     weight: Tensor,
-    norm: tuple[Tensor, float] | None,
+    norm: Norm,
     gate: bool,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -80,36 +81,35 @@ def _ahead(choice: Choice, k: int) -> int:
 
 
 def _gemv(
-    x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None, gate: bool, bias: Tensor | None, residual: Tensor | None,
-    c: Choice, pdl: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, norm: Norm, gate: bool, bias: Tensor | None, residual: Tensor | None, c: Choice, pdl: int
+) -> Tensor:
     (m, k), n = x.shape, weight.shape[0] // (2 if gate else 1)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    g, eps = norm or (x, 0.0)
+    r, r_stride = (x, 0) if residual is None else (residual, residual.stride(0))
     gemv_kernel[(triton.cdiv(n, c.bn),)](
-        x, weight, x if norm is None else norm[0], x if bias is None else bias, x if residual is None else residual, out,
-        n, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
-        K=k, M=m, BN=c.bn, BK=c.bk, STAGES=c.stages, AHEAD=_ahead(c, k), NORM=norm is not None,
-        GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps,
-        **launch_options(pdl),
+        x, weight, g, x if bias is None else bias, r, out, n, x.stride(0), r_stride, out.stride(0), eps,
+        K=k, M=m, BN=c.bn, BK=c.bk, STAGES=c.stages, AHEAD=_ahead(c, k), NORM=norm is not None, GATE=gate,
+        BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps, **launch_options(pdl),
     )  # fmt: skip
     return out
 
 
 def _flat(
-    x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None, gate: bool, bias: Tensor | None, residual: Tensor | None,
-    c: Choice, pdl: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, norm: Norm, gate: bool, bias: Tensor | None, residual: Tensor | None, c: Choice, pdl: int
+) -> Tensor:
     (m, k), n = x.shape, weight.shape[0] // (2 if gate else 1)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    g, eps = norm or (x, 0.0)
+    r, r_stride = (x, 0) if residual is None else (residual, residual.stride(0))
     bm, tiles = max(16, triton.next_power_of_2(m)), triton.cdiv(n, c.bn)
     assert c.split == 1 or tiles <= COUNTERS
     size = tiles * c.split * (c.bn * bm * (2 if gate else 1) + bm) if c.split > 1 else 1
     flat_kernel[(tiles, c.split)](
-        x, weight, x if norm is None else norm[0], x if bias is None else bias, x if residual is None else residual, out,
-        partials(x.device, size), counters(x.device),
-        m, n, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), 0.0 if norm is None else norm[1],
+        x, weight, g, x if bias is None else bias, r, out, partials(x.device, size), counters(x.device),
+        m, n, x.stride(0), r_stride, out.stride(0), eps,
         K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, AHEAD=_ahead(c, k), ROWS_FIRST=c.rows_first,
-        NORM=norm is not None, GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps,
-        **launch_options(pdl),
+        NORM=norm is not None, GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl,
+        num_warps=c.warps, **launch_options(pdl),
     )  # fmt: skip
     return out

@@ -11,7 +11,14 @@ from torch import Tensor
 from diptych.contract.errors import Internal, ModelUnsupported
 from diptych.kernels.batch import Batch
 from diptych.kernels.rope import Rope
-from diptych.kernels.triton.common import COUNTERS, counters, dependent_launch, launch_options, multiprocessors, partials
+from diptych.kernels.triton.common import (
+    COUNTERS,
+    counters,
+    dependent_launch,
+    launch_options,
+    multiprocessors,
+    partials,
+)
 from diptych.kernels.triton.decode_attention import decode_attention_kernel
 from diptych.kernels.triton.plan import decode_plan, prefill_plan
 from diptych.kernels.triton.prefill_attention import prefill_attention_kernel

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diptych.kernels.batch import Batch
 from diptych.kernels.rope import Rope
-from diptych.kernels.triton.common import dependent_launch, enter, leave, launch_options
+from diptych.kernels.triton.common import dependent_launch, enter, launch_options, leave
 
 
 @triton.jit

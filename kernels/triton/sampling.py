@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.triton.common import counters, dependent_launch, enter, leave, launch_options, partials
+from diptych.kernels.triton.common import counters, dependent_launch, enter, launch_options, leave, partials
 
 BLOCK = 4096
 
@@ -41,7 +41,7 @@ def greedy_kernel(
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The largest logit of each row, the first of equals. logits: [B, V], last dimension contiguous. Returns [B] int64."""
+    """The largest logit of each row, the first of equals. logits: [B, V], rows contiguous. Returns [B] int64."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:

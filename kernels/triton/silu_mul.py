@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.triton.common import dependent_launch, enter, leave, launch_options
+from diptych.kernels.triton.common import dependent_launch, enter, launch_options, leave
 
 
 @triton.jit

@@ -35,7 +35,9 @@ def test_attention(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("knobs", [{"peel": True, "stages": 2}, {"ahead": 64}, {"fixed": 4}, {"tile": 128, "stages": 3}])
+@pytest.mark.parametrize(
+    "knobs", [{"peel": True, "stages": 2}, {"ahead": 64}, {"fixed": 4}, {"tile": 128, "stages": 3}]
+)
 def test_decode_configurations(knobs: dict[str, int], page: int) -> None:
     from diptych.kernels.triton.rope_attention import DecodeConfig
 

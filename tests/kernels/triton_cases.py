@@ -1,4 +1,4 @@
-"""Inputs of the operators in named families, and their float64 answers; shared by the interpreter's and the GPU's tests."""
+"""Inputs of the operators in named families, and their float64 answers; for the interpreter's and the GPU's tests."""
 
 from __future__ import annotations
 
@@ -142,7 +142,9 @@ def attention_inputs(case: AttentionCase, seed: int = 0) -> AttentionInputs:
     qkv = torch.randn(tokens, (case.heads + 2 * case.kv_heads) * case.head_dim, generator=draw) * case.loud
     norms = {}
     if case.qk_norm:
-        norms = {n: (1 + 0.2 * torch.randn(case.head_dim, generator=draw)).half().double() for n in ("q_norm", "k_norm")}
+        norms = {
+            n: (1 + 0.2 * torch.randn(case.head_dim, generator=draw)).half().double() for n in ("q_norm", "k_norm")
+        }
     options = {
         "heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim, "scale": case.head_dim**-0.5,
         "window": case.window, "softcap": case.softcap, **norms,
@@ -218,7 +220,5 @@ def check_product(case: ProductCase, dtype: torch.dtype, device: str, choice: An
         return moved.copy_(t)
 
     norm = None if g is None else (move(g), 1e-5)
-    out = product(
-        move(x), move(w), norm=norm, gate=case.gate, bias=move(bias), residual=move(residual), choice=choice
-    )
+    out = product(move(x), move(w), norm=norm, gate=case.gate, bias=move(bias), residual=move(residual), choice=choice)
     close(out, reference(torch.float64), reference(dtype), terms=case.k)
