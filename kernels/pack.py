@@ -67,12 +67,6 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
 def _copy_on_gpu(
     pages: torch.Tensor, blocks: Sequence[int], first: int, count: int, slab: torch.Tensor, into_pages: bool
 ) -> None:
-    block_size = pages.shape[3]
-    at = torch.arange(first, first + count)
-    table = torch.tensor(list(blocks), dtype=torch.int64)
-    block = table[at // block_size].to(pages.device, non_blocking=True)
-    place = (at % block_size).to(pages.device, non_blocking=True)
-    if into_pages:
-        pages[:, :, block, place] = slab
-    else:
-        slab.copy_(pages[:, :, block, place])
+    from diptych.kernels.triton.pack import copy_tokens
+
+    copy_tokens(pages, blocks, first, count, slab, into_pages)

@@ -61,6 +61,10 @@ def sample(logits: Tensor, params: SampleParams) -> Tensor:
 
 def greedy(logits: Tensor) -> Tensor:
     """The largest logit of each row, the first of equals. Returns ids [B] int64."""
+    if logits.is_cuda:
+        from diptych.kernels.triton.sampling import greedy as launch
+
+        return launch(logits)
     return logits.argmax(-1)
 
 

@@ -63,10 +63,10 @@ def decode_attention_kernel(
     if AHEAD > 0:
         near = begin + tl.arange(0, AHEAD)
         near = tl.minimum(near, tl.maximum(end - 1, 0))
-        page = tl.load(table + near // PAGE).to(tl.int64)
+        near_page = tl.load(table + near // PAGE).to(tl.int64)
         LINE: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8 * D
-        prefetch(k_base + page * k_block + near % PAGE * k_token, LINE)
-        prefetch(v_base + page * v_block + near % PAGE * v_token, LINE)
+        prefetch(k_base + near_page * k_block + near % PAGE * k_token, LINE)
+        prefetch(v_base + near_page * v_block + near % PAGE * v_token, LINE)
     last = begin < 0  # whether this item opens its sum with the new token
     score = tl.zeros((PAD,), tl.float32)
     opening_v = tl.zeros((D,), tl.float32)

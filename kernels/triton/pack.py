@@ -44,8 +44,11 @@ def copy_tokens(
     into_pages: bool,
     first_head: int = 0,
 ) -> None:
-    """pages: [layers, 2, blocks, page, heads of the cache, D], last dimension contiguous. slab: [layers, 2, count,
-    heads, D] contiguous, for heads [first_head, first_head + heads). blocks: block table, a tensor on the device or a list."""
+    """pages: [layers, 2, blocks, page, heads of the cache, D], last dimension contiguous.
+
+    slab: [layers, 2, count, heads, D] contiguous, for heads [first_head, first_head + heads). blocks: the block table, on
+    the device or a list.
+    """
     layers, _, _, page, _, d = pages.shape
     heads = slab.shape[3]
     if count == 0 or heads == 0:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.kernels.sampling import SampleParams
 from diptych.kernels.triton.common import counters, dependent_launch, enter, launch_options, leave, partials
 
 BLOCK = 4096
@@ -83,3 +84,103 @@ def advance(ids: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, co
         ids, token_ids, positions, slots, context_lens, tables, rows, tables.stride(0),
         PAGE=page, BLOCK=triton.next_power_of_2(rows), PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
+
+
+@triton.jit
+def sample_kernel(
+    x_ptr, out_ptr, temperature_ptr, uniform_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab, x_stride,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+):  # fmt: skip
+    """A block draws one row. A token's distance is (largest logit - its logit) / temperature, not negative, so that its
+    bits order as an integer key; each filter is a bound on the key, found by a search over keys instead of a sort."""
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * x_stride
+    temperature = tl.load(temperature_ptr + row)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in tl.range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        best = tl.maximum(best, tl.load(x_row + at, mask=at < vocab, other=float("-inf")))
+    top = tl.max(best, axis=0)
+    bound = tl.full((), 0x7F7FFFFF, tl.int64)  # the largest finite distance: -inf is never drawn
+    if TOP_K:
+        wanted = tl.load(top_k_ptr + row)
+        if (wanted > 0) & (wanted < vocab):
+            bound = _border(x_row, vocab, top, temperature, wanted.to(tl.float64), bound, BLOCK, False)
+    if TOP_P:
+        share = tl.load(top_p_ptr + row)
+        if share < 1.0:
+            wanted_mass = _mass(x_row, vocab, top, temperature, bound, BLOCK) * share.to(tl.float64)
+            bound = _border(x_row, vocab, top, temperature, wanted_mass, bound, BLOCK, True)
+    if MIN_P:
+        least = tl.load(min_p_ptr + row)
+        if least > 0.0:
+            far = tl.maximum(-tl.log(least), 0.0)
+            bound = tl.minimum(bound, far.to(tl.int32, bitcast=True).to(tl.int64))
+    target = _mass(x_row, vocab, top, temperature, bound, BLOCK) * tl.load(uniform_ptr + row)
+    running = tl.full((), 0.0, tl.float64)
+    found = tl.full((), -1, tl.int32)
+    last = tl.full((), 0, tl.int32)  # the last kept token, should rounding leave the target past the end
+    for start in tl.range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        weight, key = _weights(x_row, at, vocab, top, temperature, bound)
+        total = tl.sum(weight, axis=0).to(tl.float64)
+        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, at, 0), axis=0))
+        if (found < 0) & (running + total > target):
+            inside = tl.cumsum(weight, axis=0)
+            passed = (inside > (target - running).to(tl.float32)) & (weight > 0.0)
+            here = tl.min(tl.where(passed, at, 2147483647), axis=0)
+            found = tl.where(here < 2147483647, here, -1)
+        running += total
+    tl.store(out_ptr + row, tl.where(found < 0, last, found).to(tl.int64))
+
+
+@triton.jit
+def _weights(x_row, at, vocab, top, temperature, bound):
+    x = tl.load(x_row + at, mask=at < vocab, other=float("-inf"))
+    distance = (top - x) / temperature
+    key = distance.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(key <= bound, tl.exp(-distance), 0.0), key
+
+
+@triton.jit
+def _mass(x_row, vocab, top, temperature, bound, BLOCK: tl.constexpr):
+    total = tl.full((), 0.0, tl.float64)
+    for start in tl.range(0, vocab, BLOCK):
+        weight, _ = _weights(x_row, start + tl.arange(0, BLOCK), vocab, top, temperature, bound)
+        total += tl.sum(weight, axis=0).to(tl.float64)
+    return total
+
+
+@triton.jit
+def _border(x_row, vocab, top, temperature, wanted, bound, BLOCK: tl.constexpr, MASS: tl.constexpr):
+    """The smallest key such that the tokens up to it are `wanted` in number or, with MASS, in weight: two bits a pass."""
+    low = tl.full((), 0, tl.int64)
+    unit = tl.full((), 1 << 30, tl.int64)
+    for _ in tl.range(0, 16):
+        one, two, three = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+        for start in tl.range(0, vocab, BLOCK):
+            weight, key = _weights(x_row, start + tl.arange(0, BLOCK), vocab, top, temperature, bound)
+            if not MASS:
+                weight = tl.where(key <= bound, 1.0, 0.0)
+            one += tl.sum(tl.where(key < low + unit, weight, 0.0), axis=0).to(tl.float64)
+            two += tl.sum(tl.where(key < low + 2 * unit, weight, 0.0), axis=0).to(tl.float64)
+            three += tl.sum(tl.where(key < low + 3 * unit, weight, 0.0), axis=0).to(tl.float64)
+        above = (one < wanted).to(tl.int64) + (two < wanted).to(tl.int64) + (three < wanted).to(tl.int64)
+        low += above * unit
+        unit = unit >> 2
+    return tl.minimum(low, bound)
+
+
+def sample(logits: Tensor, params: SampleParams, block: int = BLOCK) -> Tensor:
+    """`kernels.sampling.sample` in one launch; a row's token is the same alone and in any batch."""
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
+        sample_kernel[(rows,)](
+            logits, out, params.temperature, params.uniform, out if top_k is None else top_k,
+            params.temperature if top_p is None else top_p, params.temperature if min_p is None else min_p,
+            vocab, logits.stride(0), BLOCK=block, TOP_K=top_k is not None, TOP_P=top_p is not None,
+            MIN_P=min_p is not None, num_warps=16,
+        )  # fmt: skip
+    return out
