@@ -19,8 +19,9 @@ from rich.table import Table
 from diptych.contract import telemetry as names
 from diptych.contract.errors import ConfigInvalid
 
-_BESIDE = (names.DECODE_GRANT, names.TRANSFER_SEND, names.TRANSFER_RECEIVE, names.FIRST_DELIVERY)
-"""Stages that overlap others; every other child of an attempt lies on its chain to the last token."""
+_BESIDE = (names.TRANSFER_SEND, names.TRANSFER_RECEIVE, names.FIRST_DELIVERY)
+"""Stages that always overlap others. Every other child of an attempt lies on its chain to the last token, unless it
+says itself that it does not."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -149,7 +150,7 @@ def _told(root: Span, children: dict[tuple[str, str], list[Span]]) -> list[Story
 
 def _story(root: Span, attempt: Span, shared: list[Span], children: dict[tuple[str, str], list[Span]]) -> Story:
     own = children[root.trace, attempt.id] if attempt is not root else []
-    spine = sorted([*shared, *(span for span in own if span.name not in _BESIDE)], key=lambda span: span.start)
+    spine = sorted([*shared, *(span for span in own if not _beside(span))], key=lambda span: span.start)
     inside = [below for span in own for below in children[root.trace, span.id]] + own
     return Story(
         request=str(root.attributes.get(names.REQUEST_ID, root.trace[:12])),
@@ -168,6 +169,10 @@ def _story(root: Span, attempt: Span, shared: list[Span], children: dict[tuple[s
         first=next((span for span in own if span.name == names.FIRST_DELIVERY), None),
         transfer=_transfer(inside),
     )
+
+
+def _beside(span: Span) -> bool:
+    return span.name in _BESIDE or bool(span.attributes.get(names.BESIDE))
 
 
 def _transfer(spans: list[Span]) -> Transfer | None:
@@ -199,7 +204,7 @@ def _first_table(told: list[Story]) -> Table:
             _ms(stages, names.ROUTER_PREPARE),
             _ms(stages, names.ROUTER_ROUTE),
             _ms(stages, names.ROUTER_DISPATCH),
-            _ms(stages, names.PREFILL_GRANT_WAIT),
+            _ms(stages, names.PREFILL_GRANT_WAIT, names.DECODE_GRANT),
             _ms(stages, names.PREFILL_QUEUE),
             _ms(stages, names.PREFILL_CHUNK),
             str(sum(stage.name == names.PREFILL_CHUNK for stage in stages)),
@@ -270,8 +275,8 @@ def _name(story: Story) -> str:
     return story.request.removeprefix("req-")[:8] + tail + (f" try {story.attempt}" if story.attempt > 1 else "")
 
 
-def _ms(stages: Iterable[Span], name: str) -> str:
-    return f"{sum(stage.ns for stage in stages if stage.name == name) / 1e6:.2f}"
+def _ms(stages: Iterable[Span], *wanted: str) -> str:
+    return f"{sum(stage.ns for stage in stages if stage.name in wanted) / 1e6:.2f}"
 
 
 def _pid(stages: Iterable[Span], name: str) -> str:

@@ -211,6 +211,7 @@ def _beside(choice: Choice, source: Part | None, chains: Chains) -> None:
             if bar.name in _TRANSFER:
                 chains.transfers.append(bar)
             elif bar.name == names.DECODE_GRANT and part is not source:
+                bar.attributes[names.BESIDE] = True
                 chains.beside.append(bar)
 
 

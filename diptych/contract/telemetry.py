@@ -37,6 +37,7 @@ TRANSFER_RECEIVE = "transfer.receive"
 
 # attributes
 CAUSE = "diptych.cause"
+BESIDE = "diptych.beside"  # true: the stage overlaps others of its attempt and explains no time of its own
 ROLE = "diptych.role"
 WORKER = "diptych.worker"
 PID = "diptych.pid"

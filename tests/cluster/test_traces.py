@@ -60,7 +60,7 @@ def write(path: Path, spine: list[tuple[str, int, int]] = SPINE, choices: int = 
                 draw(names.TRANSFER_RECEIVE, 31, 48, span, **moved, **{names.PID: 22})
                 span.end((BASE + end) * MS)  # type: ignore[attr-defined]
         draw(names.FIRST_DELIVERY, 40, 43, attempt)
-        draw(names.DECODE_GRANT, 3, 5, attempt)
+        draw(names.DECODE_GRANT, 3, 5, attempt, **{names.BESIDE: True})
         attempt.end((BASE + 142) * MS)  # type: ignore[attr-defined]
     root.end((BASE + 142) * MS)  # type: ignore[attr-defined]
     assert telemetry.stop()
