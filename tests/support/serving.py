@@ -84,17 +84,37 @@ class Running:
     def __init__(self, command: Command, address: str, trace: Path) -> None:
         self.command, self.address, self.trace = command, address, trace
 
-    def spans(self, trace_id: str, limit: float = 15.0) -> list[Span]:
+    def spans(self, trace: str, limit: float = 15.0) -> list[Span]:
         """The spans of one trace, once its root is in the file (the router draws it when every worker has answered)."""
+        return self.known({trace}, 1, limit)[trace]
 
-        def whole() -> list[Span]:
+    def request(self, request_id: str, limit: float = 15.0) -> Span:
+        """The root of the request with that id."""
+
+        def root() -> list[Span]:
             try:
-                found = [span for span in read_spans(self.trace) if span.trace == trace_id]
-            except ConfigInvalid:  # no file yet, or a line that is being written
+                spans = read_spans(self.trace)
+            except ConfigInvalid:  # a line that is being written
                 return []
-            return found if any(span.name == names.REQUEST for span in found) else []
+            return [span for span in spans if span.attributes.get(names.REQUEST_ID) == request_id]
 
-        return until(whole, limit)
+        return until(root, limit)[0]
+
+    def known(self, traces: set[str], least: int, limit: float = 15.0) -> dict[str, list[Span]]:
+        """The traces among `traces` whose root is in the file, once those are at least `least`."""
+
+        def found() -> dict[str, list[Span]]:
+            whole: dict[str, list[Span]] = {}
+            try:
+                for span in read_spans(self.trace):
+                    if span.trace in traces:
+                        whole.setdefault(span.trace, []).append(span)
+            except ConfigInvalid:  # a line that is being written
+                return {}
+            rooted = {k: v for k, v in whole.items() if any(span.name == names.REQUEST for span in v)}
+            return rooted if len(rooted) >= least else {}
+
+        return until(found, limit)
 
 
 def until(look: Callable[[], T], limit: float) -> T:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diptych.cluster.traces import Span
 from diptych.contract import telemetry as names
 from diptych.contract.errors import Cancelled, DeadlineExceeded
 from diptych.router.client import Client
@@ -74,14 +75,16 @@ async def test_cancels_before_the_first_token(apart: Running, client: Client) ->
         trace, header = parent()
         asked = endless(prompt=f"{number} " * (100 + 20 * number), cache_salt=fresh())
         asking = asyncio.create_task(client.generate(asked, timeout=LIMIT, traceparent=header))
+        if number > 4:  # the others may leave before the server knows of them
+            await until(client, lambda info: info.requests)
+            traces.append(trace)
         await asyncio.sleep(number * 0.02)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        traces.append(trace)
     await until_idle(client, SOON)
-    for trace in traces[5:]:  # the first were perhaps cancelled before they reached the server
-        assert ended(apart, trace) == ("cancelled", "Cancelled")
+    for trace in traces:
+        assert ended(apart.spans(trace)) == ("cancelled", "Cancelled")
     await usual(client)
 
 
@@ -96,8 +99,9 @@ async def test_deadlines_pass_wherever_a_request_is(apart: Running, client: Clie
 
     await asyncio.gather(*map(late, range(20)))
     await until_idle(client, SOON)
-    for trace, _ in parents:
-        assert ended(apart, trace) == ("error", "DeadlineExceeded")
+    # On a busy machine a call may be late before the server has read it.
+    for spans in apart.known({trace for trace, _ in parents}, 10).values():
+        assert ended(spans) == ("error", "DeadlineExceeded")
     await usual(client)
 
 
@@ -146,7 +150,7 @@ async def test_a_stop_string_cancels_decode(apart: Running, client: Client) -> N
     await until_idle(client, SOON)
     after = drawn(await client.server_info())
     assert sum(after.values()) - sum(before.values()) < 20
-    assert ended(apart, trace) == ("stop", None)
+    assert ended(apart.spans(trace)) == ("stop", None)
 
 
 async def listen(pieces: AsyncIterator[pb.GenerateStreamResponse], said: list[int]) -> None:
@@ -154,10 +158,9 @@ async def listen(pieces: AsyncIterator[pb.GenerateStreamResponse], said: list[in
         said += piece.token_ids
 
 
-def ended(service: Running, trace: str) -> tuple[str, str | None]:
+def ended(spans: list[Span]) -> tuple[str, str | None]:
     """How a trace's one root says that it ended. Its spans are all closed: an open one is never exported, and no
     span has a parent that is missing."""
-    spans = service.spans(trace)
     roots = [span for span in spans if span.name == names.REQUEST]
     assert len(roots) == 1
     known = {span.id for span in spans}
