@@ -42,8 +42,8 @@ def main() -> None:
             ours, theirs, ratio, (low, high) = paired(bench.replay(m, choice), bench.replay(m, LIBRARY), 11)
             print(f"{name:8} M={m:<4} {choice.kind:5} {ours.us:7.1f} µs  library {theirs.us:7.1f} µs  "
                   f"gain {1 / ratio:.3f} [{1 / high:.3f}, {1 / low:.3f}]  product alone {alone:7.1f} µs")  # fmt: skip
-            rows.append({"shape": name, "m": m, "kind": choice.kind, "us": round(ours.us, 2),
-                         "gain": round(1 / ratio, 3), "library_us": round(theirs.us, 2), "bare_us": round(alone, 2)})  # fmt: skip
+            row = {"shape": name, "m": m, "kind": choice.kind, "gain": round(1 / ratio, 3)}
+            rows.append(row | {"us": round(ours.us, 2), "library_us": round(theirs.us, 2), "bare_us": round(alone, 2)})
         del bench
         torch.cuda.empty_cache()
     print(json.dumps({"benchmark": "linears", "rows": rows}))

@@ -48,6 +48,10 @@ def sample(logits: Tensor, params: SampleParams) -> Tensor:
 
     logits: [B, V] float32, finite or -inf, not modified. Returns ids [B] int64.
     """
+    if logits.is_cuda:
+        from diptych.kernels.triton.sampling import sample as launch
+
+        return launch(logits, params)
     # Less the largest first: at the smallest temperatures the quotient would overflow otherwise.
     scores = (logits - logits.amax(-1, keepdim=True)).div_(params.temperature.unsqueeze(-1))
     if params.top_k is not None:

@@ -43,6 +43,19 @@ class Finding:
     library_us: float
 
 
+def decoder_shapes(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, width: int | None, vocab: int
+) -> tuple[Shape, ...]:
+    """The products of one decoder: qkv, attention's output, the vocabulary's head and, unless its feed-forward layers
+    are experts (width None), gate_up and down."""
+    attention: tuple[Shape, ...] = (
+        (hidden, (heads + 2 * kv_heads) * head_dim, "norm"),
+        (heads * head_dim, hidden, "plain"),
+        (hidden, vocab, "norm"),
+    )
+    return attention if width is None else (*attention, (hidden, 2 * width, "norm_gate"), (width, hidden, "plain"))
+
+
 def candidates(problem: Problem, multiprocessors: int = 132) -> list[Choice]:
     """Legal launches worth a try, most promising first in no order."""
     found = []

@@ -1,5 +1,5 @@
-"""A mixture of experts on a GPU: rows sorted by expert, two grouped products, no padding of the data and no wait for the
-host. Right at every size; its speed is a later matter."""
+"""A mixture of experts on a GPU: rows sorted by expert, two grouped products, no padding of the data and no wait for
+the host. Right at every size; its speed is a later matter."""
 
 from __future__ import annotations
 

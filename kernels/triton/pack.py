@@ -46,8 +46,8 @@ def copy_tokens(
 ) -> None:
     """pages: [layers, 2, blocks, page, heads of the cache, D], last dimension contiguous.
 
-    slab: [layers, 2, count, heads, D] contiguous, for heads [first_head, first_head + heads). blocks: the block table, on
-    the device or a list.
+    slab: [layers, 2, count, heads, D] contiguous, for heads [first_head, first_head + heads). blocks: the block table,
+    on the device or a list.
     """
     layers, _, _, page, _, d = pages.shape
     heads = slab.shape[3]

@@ -18,9 +18,9 @@ from diptych.kernels.batch import Batch
 FIELDS = 8
 """int32 an item.
 
-Decode: sequence (-1: no work), first and last token of the span, the sequence's first item, its number of items, context,
-first query token, query tokens. Prefill: sequence, first query row of the tile, 0, 0, 0, context, first query token,
-query tokens.
+Decode: sequence (-1: no work), first and last token of the span, the sequence's first item, its number of items,
+context, first query token, query tokens. Prefill: sequence, first query row of the tile, 0, 0, 0, context, first query
+token, query tokens.
 """
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.contract.errors import ModelUnsupported
 from diptych.kernels.sampling import SampleParams
 from diptych.kernels.triton.common import counters, dependent_launch, enter, launch_options, leave, partials
 
@@ -122,7 +123,7 @@ def sample_kernel(
     last = tl.full((), 0, tl.int32)  # the last kept token, should rounding leave the target past the end
     for start in tl.range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        weight, key = _weights(x_row, at, vocab, top, temperature, bound)
+        weight, _ = _weights(x_row, at, vocab, top, temperature, bound)
         total = tl.sum(weight, axis=0).to(tl.float64)
         last = tl.maximum(last, tl.max(tl.where(weight > 0.0, at, 0), axis=0))
         if (found < 0) & (running + total > target):
@@ -153,7 +154,7 @@ def _mass(x_row, vocab, top, temperature, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def _border(x_row, vocab, top, temperature, wanted, bound, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """The smallest key such that the tokens up to it are `wanted` in number or, with MASS, in weight: two bits a pass."""
+    """The smallest key such that tokens up to it are `wanted` in number or, with MASS, in weight: two bits a pass."""
     low = tl.full((), 0, tl.int64)
     unit = tl.full((), 1 << 30, tl.int64)
     for _ in tl.range(0, 16):
@@ -174,6 +175,8 @@ def _border(x_row, vocab, top, temperature, wanted, bound, BLOCK: tl.constexpr, 
 def sample(logits: Tensor, params: SampleParams, block: int = BLOCK) -> Tensor:
     """`kernels.sampling.sample` in one launch; a row's token is the same alone and in any batch."""
     rows, vocab = logits.shape
+    if logits.dtype != torch.float32 or logits.stride(-1) != 1:
+        raise ModelUnsupported(f"a draw from {logits.dtype} logits has no GPU kernel: float32, contiguous rows")
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         top_k, top_p, min_p = params.top_k, params.top_p, params.min_p

@@ -1,5 +1,5 @@
-"""Compiles every kernel for sm_90, no GPU needed: `python -m tests.kernels.compile_gate`. A process of its own, since the
-interpreter's tests set TRITON_INTERPRET for theirs. Prints a line a kernel: name, shared memory, spilled bytes."""
+"""Compiles every kernel for sm_90, no GPU needed: `python -m tests.kernels.compile_gate`. A process of its own, since
+the interpreter's tests set TRITON_INTERPRET for theirs. Prints a line a kernel: name, shared memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ VARIANTS: list[tuple[Any, dict[str, Any], int]] = [
     (greedy_kernel, {"BLOCK": 4096, "SPLITS": 32, "PDL": 2}, 8),
     (sample_kernel, {"BLOCK": 4096, "TOP_K": True, "TOP_P": True, "MIN_P": True}, 16),
     (advance_kernel, {"PAGE": 16, "BLOCK": 128, "PDL": 2}, 4),
-    (grouped_kernel, {"TOP_K": 8, "EXPERTS": 128, "BE": 128, "K": 2048, "BM": 16, "BN": 64, "BK": 64, "FIRST": True}, 4),
+    (grouped_kernel,
+     {"TOP_K": 8, "EXPERTS": 128, "BE": 128, "K": 2048, "BM": 16, "BN": 64, "BK": 64, "FIRST": True}, 4),
 ]  # fmt: skip
 
 
@@ -82,7 +83,9 @@ def argument_type(name: str) -> str:
 def compile_variant(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else argument_type(n) for n in names}
-    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n.endswith(("_stride", "_block", "_token"))]
+    aligned = [
+        i for i, n in enumerate(names) if signature[n].startswith("*") or n.endswith(("_stride", "_block", "_token"))
+    ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": warps, "launch_pdl": bool(constants.get("PDL"))}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -79,7 +79,7 @@ def check_advance(device: str) -> None:
 
 
 def check_sample(device: str, vocab: int = 700, rows: int = 24, block: int = 256) -> None:
-    """Every filter, alone and together: the token of the CPU's draw, unless the draw falls within rounding of a border."""
+    """Every filter, alone and together: the CPU's token, unless the draw falls within rounding of a border."""
     from diptych.kernels.sampling import SampleParams, sample
     from diptych.kernels.triton.sampling import sample as launch
 
@@ -112,7 +112,9 @@ def check_moe(tokens: int, experts: int, top_k: int, dtype: torch.dtype, device:
     draw = torch.Generator().manual_seed(tokens)
     hidden, width = 48, 40
     shapes = ((tokens, hidden), (experts, hidden), (experts, 2 * width, hidden), (experts, hidden, width))
-    tensors = [torch.randn(shape, generator=draw).mul_(s).half() for shape, s in zip(shapes, (1, 1, 0.2, 0.2), strict=True)]
+    tensors = [
+        torch.randn(shape, generator=draw).mul_(s).half() for shape, s in zip(shapes, (1, 1, 0.2, 0.2), strict=True)
+    ]
     out = moe(*(t.to(device, dtype) for t in tensors), top_k, True)
     if tokens:
         exact = moe_reference(*(t.double() for t in tensors), top_k, True)

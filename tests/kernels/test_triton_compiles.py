@@ -13,6 +13,11 @@ ROOT = Path(__file__).parents[2]
 def test_sm_90() -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_gate"], env=env, cwd=ROOT, capture_output=True, text=True, timeout=110
+        [sys.executable, "-m", "tests.kernels.compile_gate"],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert run.returncode == 0, run.stderr[-3000:]

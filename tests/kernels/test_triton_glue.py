@@ -9,7 +9,15 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
 import pytest
 import torch
 
-from tests.kernels.glue_cases import check_advance, check_greedy, check_moe, check_pack, check_rms_norm, check_sample, check_silu_mul
+from tests.kernels.glue_cases import (
+    check_advance,
+    check_greedy,
+    check_moe,
+    check_pack,
+    check_rms_norm,
+    check_sample,
+    check_silu_mul,
+)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 72), (0, 8)])
