@@ -35,10 +35,12 @@ def product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     choice: Choice | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """y = f(x) · weightᵀ + bias + residual, or silu(f(x) · gateᵀ) * (f(x) · upᵀ); f is RMSNorm or nothing.
 
-    x: [M, K]. weight: [N, K] contiguous. choice: overrules the table (tests and the sweep).
+    x: [M, K]. weight: [N, K] contiguous. choice: overrules the table (tests and the sweep). out_dtype: x's by
+    default; what our kernels return is then rounded once, from float32.
     """
     check(x, weight)
     if choice is None:
@@ -46,9 +48,13 @@ def product(
         problem = Problem(weight.shape[1], weight.shape[0], x.shape[0], DTYPES[x.dtype], fusion)
         choice = choose(device_name(x.device), problem)
     if x.shape[0] == 0 or choice.kind == "library":
-        return _library(x, weight, norm, gate, bias, residual)
+        y = _library(x, weight, norm, gate, bias, residual)
+        return y if out_dtype is None else y.to(out_dtype)
     run = _gemv if choice.kind == "gemv" else _flat
-    return run(x, weight, norm, gate, bias, residual, choice, dependent_launch(x.device, choice.early))
+    n = weight.shape[0] // (2 if gate else 1)
+    out = torch.empty(x.shape[0], n, dtype=out_dtype or x.dtype, device=x.device)
+    run(x, weight, norm, gate, bias, residual, out, choice, dependent_launch(x.device, choice.early))
+    return out
 
 
 def check(x: Tensor, weight: Tensor) -> None:
@@ -81,10 +87,10 @@ def _ahead(choice: Choice, k: int) -> int:
 
 
 def _gemv(
-    x: Tensor, weight: Tensor, norm: Norm, gate: bool, bias: Tensor | None, residual: Tensor | None, c: Choice, pdl: int
-) -> Tensor:
-    (m, k), n = x.shape, weight.shape[0] // (2 if gate else 1)
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    x: Tensor, weight: Tensor, norm: Norm, gate: bool, bias: Tensor | None, residual: Tensor | None, out: Tensor,
+    c: Choice, pdl: int,
+) -> None:  # fmt: skip
+    (m, k), n = x.shape, out.shape[1]
     g, eps = norm or (x, 0.0)
     r, r_stride = (x, 0) if residual is None else (residual, residual.stride(0))
     gemv_kernel[(triton.cdiv(n, c.bn),)](
@@ -92,14 +98,13 @@ def _gemv(
         K=k, M=m, BN=c.bn, BK=c.bk, STAGES=c.stages, AHEAD=_ahead(c, k), NORM=norm is not None, GATE=gate,
         BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl, num_warps=c.warps, **launch_options(pdl),
     )  # fmt: skip
-    return out
 
 
 def _flat(
-    x: Tensor, weight: Tensor, norm: Norm, gate: bool, bias: Tensor | None, residual: Tensor | None, c: Choice, pdl: int
-) -> Tensor:
-    (m, k), n = x.shape, weight.shape[0] // (2 if gate else 1)
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    x: Tensor, weight: Tensor, norm: Norm, gate: bool, bias: Tensor | None, residual: Tensor | None, out: Tensor,
+    c: Choice, pdl: int,
+) -> None:  # fmt: skip
+    (m, k), n = x.shape, out.shape[1]
     g, eps = norm or (x, 0.0)
     r, r_stride = (x, 0) if residual is None else (residual, residual.stride(0))
     bm, tiles = max(16, triton.next_power_of_2(m)), triton.cdiv(n, c.bn)
@@ -112,4 +117,3 @@ def _flat(
         NORM=norm is not None, GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl,
         num_warps=c.warps, **launch_options(pdl),
     )  # fmt: skip
-    return out

@@ -32,3 +32,14 @@ def test_half_precision(choice: Choice) -> None:
 @pytest.mark.parametrize("m", [0, 17, 40])
 def test_flat_takes_any_number_of_rows(m: int) -> None:
     check_product(ProductCase(m, 64, 40, residual=True), torch.float32, "cpu", SPLIT)
+
+
+def test_the_result_may_be_wider_than_the_operands() -> None:
+    """Logits of a half-precision head are rounded once, from float32."""
+    from diptych.kernels.triton.products import product
+
+    x, w = torch.randn(2, 64).half(), torch.randn(24, 64).half()
+    for choice in (GEMV, SPLIT, LIBRARY):
+        out = product(x, w, choice=choice, out_dtype=torch.float32)
+        assert out.dtype is torch.float32
+        torch.testing.assert_close(out, x.float() @ w.float().t(), rtol=2e-3, atol=2e-3)

@@ -103,7 +103,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] float32 of some rows of `__call__`'s result."""
-        return norm_linear(hidden, self.norm, self.config.eps, self.head).float()
+        return norm_linear(hidden, self.norm, self.config.eps, self.head, out_dtype=torch.float32)
 
     def _attention(self, x: Tensor, index: int, layer: Layer, batch: Batch, cache: Cache) -> Tensor:
         config = self.config
