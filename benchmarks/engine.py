@@ -86,7 +86,7 @@ class Bench:
         return time.perf_counter() - start
 
     def row(self, batch: int, prompt: int, new: int, rounds: int, read: float | None) -> dict[str, Any]:
-        self.run(batch, prompt, 2)
+        self.run(batch, prompt, new)  # compiles what a mix of chunks and decode steps needs
         ones = [self.run(batch, prompt, 1) for _ in range(rounds)]
         fulls, intervals = [], []
         for _ in range(rounds):

@@ -96,6 +96,7 @@ async def service(model: Path, roles: str, *settings: str) -> AsyncIterator[Clie
             while not (line := (await process.stdout.readline()).decode()).startswith("Ready"):
                 if not line:
                     raise RuntimeError("the service ended while it started")
+                print(line, end="", flush=True)
         address = line.split(" on ")[1].split()[0].rstrip(".")
         async with Client(address) as client:
             await timed(client, prompt(), 4)

@@ -41,8 +41,8 @@ async def together(client: Client, batch: int, length: int, new: int) -> dict[st
     gaps = [gap for each in many for gap in _inside(each, start, end)]
     return {
         "tpot_ms": round(statistics.median(_rate(each, start, end) for each in many) * 1e3, 3),
-        "itl_p50_ms": round(percentile(gaps, 0.5) * 1e3, 3),
-        "itl_p99_ms": round(percentile(gaps, 0.99) * 1e3, 3),
+        "itl_p50_ms": round(percentile(gaps or [0.0], 0.5) * 1e3, 3),
+        "itl_p99_ms": round(percentile(gaps or [0.0], 0.99) * 1e3, 3),
         "first_to_second_p50_ms": round(statistics.median(each.gap for each in many) * 1e3, 3),
         "output_tokens_s": round(batch * new / (max(each.sent + each.at[-1] for each in many) - many[0].sent)),
     }
@@ -55,7 +55,7 @@ def _inside(each: Timing, start: float, end: float) -> list[float]:
 
 def _rate(each: Timing, start: float, end: float) -> float:
     at = [each.sent + t for t in each.at if start <= each.sent + t <= end]
-    return (at[-1] - at[0]) / max(1, len(at) - 1)
+    return (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 else float("nan")
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -74,7 +74,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     async with service(options.model, "disaggregated", *settings) as client:
         results["lone"] = await lone(client, options.prompt, 20)
         print(json.dumps(results), flush=True)
-        await together(client, options.batch, options.prompt, 8)
+        await together(client, options.batch, options.prompt, options.new)
         results["together"] = [
             await together(client, options.batch, options.prompt, options.new) for _ in range(options.rounds)
         ]

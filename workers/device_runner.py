@@ -220,26 +220,28 @@ class DeviceRunner(Runner):
 
 
 @torch.inference_mode()
-def rehearse(decoder: Decoder, layout: KVLayout, settings: WorkerSettings) -> None:
+def rehearse(decoder: Decoder, layout: KVLayout, settings: WorkerSettings, context: int) -> None:
     """The largest prefill step, with logits for every sequence, over a cache of its own: what it allocates on its way
-    is the workspace that must stay free."""
-    tokens, size = settings.token_budget, layout.block_size
-    blocks = -(-tokens // size)
-    cache = KVCache.of(layout, blocks, decoder.device)
-    table = tuple(range(blocks))
-    every = torch.arange(tokens, device=decoder.device)
+    is the workspace that must stay free. context: the longest sequence; the step is made of as many as it takes."""
+    tokens, size, device = settings.token_budget, layout.block_size, decoder.device
+    lengths = [min(context, tokens - start) for start in range(0, tokens, context)]
+    each = -(-min(context, tokens) // size)
+    tables = tuple(tuple(range(index * each, (index + 1) * each)) for index in range(len(lengths)))
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    starts = torch.cat([torch.full((length,), index * each * size) for index, length in enumerate(lengths)]).to(device)
+    cache = KVCache.of(layout, each * len(lengths), device)
     batch = Batch(
-        token_ids=torch.zeros_like(every),
-        positions=every,
-        slots=every.clone(),
-        query_start=torch.tensor([0, tokens], dtype=torch.int32, device=decoder.device),
-        context_lens=torch.tensor([tokens], dtype=torch.int32, device=decoder.device),
-        block_tables=torch.tensor([table], dtype=torch.int32, device=decoder.device),
-        query_lens=(tokens,),
-        contexts=(tokens,),
-        tables=(table,),
-        max_query=tokens,
-        max_context=tokens,
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        slots=starts + positions,
+        query_start=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=device),
+        context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+        query_lens=tuple(lengths),
+        contexts=tuple(lengths),
+        tables=tables,
+        max_query=max(lengths),
+        max_context=max(lengths),
     )
     hidden = decoder(batch, cache)
     decoder.logits(hidden[: settings.max_batch])

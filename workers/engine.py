@@ -186,7 +186,7 @@ class Engine:
             self.scheduler.enqueue(seq)
 
     def _sequence(self, request: Request, session: str) -> Sequence:
-        return Sequence(request, session, self.pool.block_size)
+        return Sequence(request, session, self.pool.block_size, hashed=self.pool.prefix_cache)
 
     def _refuse_what_never_fits(self, tokens: int, seq: Sequence) -> None:
         capacity = self.pool.num_blocks * self.pool.block_size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import logging
 import os
@@ -15,6 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
+import msgspec
 import torch
 
 from diptych.contract.errors import DiptychError, Internal
@@ -61,6 +63,9 @@ def _serve(channel: EngineChannel) -> None:
     # A link's thread must get the interpreter within a fraction of a step.
     sys.setswitchinterval(1e-4)
     engine, up = build(launch, channel)
+    # What was made until here lives as long as the process: collections must not walk it between two steps.
+    gc.collect()
+    gc.freeze()
     channel.send(up)
     engine.run()
 
@@ -68,6 +73,8 @@ def _serve(channel: EngineChannel) -> None:
 def build(launch: Launch, channel: EngineChannel) -> tuple[Engine, Up]:
     """Everything an engine is made of, from the model's folder to the listener."""
     settings = launch.settings
+    if settings.device == "cuda":
+        settings = msgspec.structs.replace(settings, device="cuda:0")
     config = ModelConfig.from_folder(settings.model)
     dtype = dtype_of(settings.dtype, config, settings.device)
     context = min(settings.max_context or config.max_positions, config.max_positions)
@@ -85,7 +92,7 @@ def build(launch: Launch, channel: EngineChannel) -> tuple[Engine, Up]:
     weights = load(settings.model, config, dtype, settings.device, settings.load_format, progress)
     decoder = Decoder(config, weights, max_positions=context)
     sampler = Sampler(config.vocab, settings.device)
-    blocks = cache_blocks(settings, layout, (lambda: rehearse(decoder, layout, settings)) if on_gpu else None)
+    blocks = cache_blocks(settings, layout, (lambda: rehearse(decoder, layout, settings, context)) if on_gpu else None)
     if settings.overlap == 1 or (settings.overlap == -1 and on_gpu):
         cache = KVCache.of(layout, blocks + 1, settings.device)
         graphs = settings.graphs and settings.role != "prefill"

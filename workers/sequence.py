@@ -59,6 +59,7 @@ class Sequence:
     prompt_logprobs: list[Logprob] = field(default_factory=list)
     steps: int = 0
     batch_sum: int = 0
+    hashed: bool = True  # whether its blocks' digests are wanted
     single: bool = False  # prefill: draws its first token here and no more
 
     def __post_init__(self) -> None:
@@ -107,10 +108,13 @@ class Sequence:
 
     def extend_digests(self) -> None:
         """Digests of blocks that generation has filled too, so that a follow-up turn finds them."""
-        extend_digests(self.digests, self.tokens, self.block_size, self.request.salt)
+        if self.hashed:
+            extend_digests(self.digests, self.tokens, self.block_size, self.request.salt)
 
     def publish(self, publish: Callable[[int, bytes], None], upto: int) -> None:
         """Publishes blocks that are complete when `upto` tokens are computed."""
+        if not self.hashed or upto // self.block_size <= self.published:
+            return
         self.extend_digests()
         for index in range(self.published, upto // self.block_size):
             publish(self.blocks[index], self.digests[index])
