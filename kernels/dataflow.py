@@ -38,8 +38,8 @@ class Problem:
 @dataclass(frozen=True)
 class Choice:
     """kind: "gemv" | "flat" | "library". block: BN, BK, and with flat the number of splits of K; warps, stages: of the
-    launch; ahead: columns of W brought into L2 before the predecessor's end; rows_first: x, not W, is the tall operand;
-    early: the next kernel may start as soon as there is room."""
+    launch; ahead: columns of W brought into L2 before the predecessor's end;
+    early: the next kernel may start as soon as there is room; apart: RMSNorm runs as a launch of its own before."""
 
     kind: Literal["gemv", "flat", "library"]
     bn: int = 0
@@ -48,8 +48,8 @@ class Choice:
     warps: int = 4
     stages: int = 1
     ahead: int = 0
-    rows_first: bool = False
     early: bool = False
+    apart: bool = False
 
 
 LIBRARY = Choice("library")

@@ -91,17 +91,14 @@ def _gemv_candidates(problem: Problem) -> list[Choice]:
 def _flat_candidates(problem: Problem, multiprocessors: int) -> list[Choice]:
     gate = 2 if problem.fusion == "norm_gate" else 1
     n, bm = problem.n // gate, max(16, 1 << (problem.m - 1).bit_length())
+    separate = (False, True) if problem.fusion != "plain" and problem.m > 4 else (False,)
     found = []
-    for bn, warps, rows_first in itertools.product((32, 64, 128), (4, 8), (False, True)):
-        if (bn == 32 and not rows_first) or (bn < 128 and warps == 8) or bm * bn * gate > 128 * 32 * warps:
-            continue
-        if rows_first and problem.fusion == "plain":
+    for bn, warps, apart in itertools.product((64, 128), (4, 8), separate):
+        if (bn < 128 and warps == 8) or bm * bn * gate > 128 * 32 * warps:
             continue
         for bk in (64, 128, 256):
-            if not rows_first and problem.fusion != "plain" and bm * bk > 64 * 32 * warps:
+            if problem.fusion != "plain" and not apart and bm * bk > 64 * 32 * warps:
                 continue  # the squares of x live in registers
-            if rows_first and bm * bk > 128 * 32 * warps:
-                continue  # so does x
             stage = (bn * gate + bm) * bk * 2
             depths = [s for s in (8, 6, 5, 4, 3) if stage * s <= SHARED_MEMORY][:1]
             depths += [s for s in (8, 6, 4, 3) if stage * s <= SHARED_MEMORY // 2][:1]
@@ -109,7 +106,8 @@ def _flat_candidates(problem: Problem, multiprocessors: int) -> list[Choice]:
                 blocks = -(-n // bn) * split
                 if split > 1 and (blocks > 3 * multiprocessors or problem.k // split < 4 * bk):
                     continue
-                found += [Choice("flat", bn, bk, split, warps, s, 0, rows_first) for s in sorted(set(depths))]
+                for stages in sorted(set(depths)):
+                    found.append(Choice("flat", bn, bk, split, warps, stages, apart=apart))
     return found
 
 

@@ -28,7 +28,7 @@ def decode_attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     MAXQ: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, QK_NORM: tl.constexpr,
-    UNIFIED: tl.constexpr, PEEL: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    UNIFIED: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q: with FUSED the rows of qkv, else rotated queries [T, HEADS * D]. Grid: (items, KV_HEADS)."""
     G: tl.constexpr = HEADS // KV_HEADS
@@ -53,13 +53,6 @@ def decode_attention_kernel(
     v_base = v_ptr + head * v_head
     # What earlier steps wrote (old pages) and what the step was given (rotary tables) is touched before the predecessor
     # ends: the chain of loads behind it is what a short context waits for.
-    pos = begin + token
-    if PEEL:
-        page = tl.load(table + pos // PAGE, mask=pos < end, other=0).to(tl.int64)
-        k0 = tl.load(k_base + (page * k_block + pos % PAGE * k_token)[None, :] + dim[:, None],
-                     mask=(pos < end)[None, :], other=0.0)  # fmt: skip
-        v0 = tl.load(v_base + (page * v_block + pos % PAGE * v_token)[:, None] + dim[None, :],
-                     mask=(pos < end)[:, None], other=0.0)  # fmt: skip
     if AHEAD > 0:
         near = begin + tl.arange(0, AHEAD)
         near = tl.minimum(near, tl.maximum(end - 1, 0))
@@ -112,17 +105,13 @@ def decode_attention_kernel(
             score = _scaled(score, scale, softcap, SOFTCAP)
             opening_v = new_v.to(tl.float32)
     maximum, denominator, acc = _opened(last, score, opening_v)
-    if PEEL:
-        s = _scores(q, k0, pos, end, q_pos, scale, softcap, WINDOW, SOFTCAP, FUSED)
-        maximum, denominator, acc = _absorb(s, v0, maximum, denominator, acc)
-    opened = begin + (TILE if PEEL else 0)
     if UNIFIED:
-        # `maximum` is finite only where the new token or the peeled tile opened the sum: it is brought to the scale phi
+        # `maximum` is finite only where the new token opened the sum: it is brought to the scale phi
         opening = tl.exp2(maximum - phi)
         weights = tl.zeros((PAD, TILE), tl.float32)
         peak = tl.full((PAD, TILE), float("-inf"), tl.float32)
         acc *= opening[:, None]
-        for t in tl.range(opened, end, TILE, num_stages=STAGES):
+        for t in tl.range(begin, end, TILE, num_stages=STAGES):
             at = t + token
             ok = at < end
             page = tl.load(table + at // PAGE, mask=ok, other=0).to(tl.int64)
@@ -149,7 +138,7 @@ def decode_attention_kernel(
             )  # fmt: skip
     else:
         maximum, denominator, acc = _walk(
-            q, opened, end, q_pos, table, k_base, v_base, k_block, k_token, v_block, v_token, dim, token,
+            q, begin, end, q_pos, table, k_base, v_base, k_block, k_token, v_block, v_token, dim, token,
             maximum, denominator, acc, scale, softcap, PAGE, TILE, STAGES, WINDOW, SOFTCAP, FUSED,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ def flat_kernel(
     x_ptr, w_ptr, g_ptr, b_ptr, r_ptr, o_ptr, part_ptr, count_ptr,
     m, n, x_stride, r_stride, o_stride, eps,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    AHEAD: tl.constexpr,
     NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x: [m <= BM, K]; w: [n, K], or [2n, K] with GATE; o: [m, n]. Grid: (ceil(n / BN), SPLIT)."""
@@ -40,9 +40,9 @@ def flat_kernel(
     row = tl.arange(0, BM)
     seen = row[:, None] < m
     x_row = x_ptr + row[:, None] * x_stride
-    acc = tl.zeros((BM, BN) if ROWS_FIRST else (BN, BM), tl.float32)
+    acc = tl.zeros((BN, BM), tl.float32)
     up = acc
-    squares = tl.zeros((BM,) if ROWS_FIRST else (BM, BK), tl.float32)
+    squares = tl.zeros((BM, BK), tl.float32)
     for k in tl.range(first, last, BK, num_stages=STAGES):
         at = k + cols
         if K % BK == 0:
@@ -54,20 +54,16 @@ def flat_kernel(
         if NORM:
             g = tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
             wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1) if ROWS_FIRST else wide * wide
+            squares += wide * wide
             x = (wide * g[None, :]).to(w.dtype)
-        acc = _dot(w, x, acc, ROWS_FIRST)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         if GATE:
             if K % BK == 0:
                 u = tl.load(u_row + at[None, :])
             else:
                 u = tl.load(u_row + at[None, :], mask=at[None, :] < K, other=0.0)
-            up = _dot(u, x, up, ROWS_FIRST)
-    if ROWS_FIRST:
-        total = squares
-        acc, up = tl.trans(acc), tl.trans(up)
-    else:
-        total = tl.sum(squares, axis=1)
+            up = tl.dot(u, tl.trans(x), up, input_precision="ieee")
+    total = tl.sum(squares, axis=1)
     if SPLIT == 1:
         _finish(acc, up, total, b_ptr, r_ptr, o_ptr, rows, row, m, n, r_stride, o_stride, eps, K,
                 NORM, GATE, BIAS, RESIDUAL)  # fmt: skip
@@ -96,17 +92,6 @@ def flat_kernel(
             _finish(acc, up, total, b_ptr, r_ptr, o_ptr, rows, row, m, n, r_stride, o_stride, eps, K,
                     NORM, GATE, BIAS, RESIDUAL)  # fmt: skip
     leave(PDL)
-
-
-@triton.jit
-def _dot(w, x, acc, ROWS_FIRST: tl.constexpr):
-    """Either the weights are the tall operand, or, where x passes through registers anyway (RMSNorm), x is the one that
-    the matrix units take from registers."""
-    if ROWS_FIRST:
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    return acc
 
 
 @triton.jit

@@ -50,6 +50,8 @@ def product(
     if x.shape[0] == 0 or choice.kind == "library":
         y = _library(x, weight, norm, gate, bias, residual)
         return y if out_dtype is None else y.to(out_dtype)
+    if choice.apart and norm is not None:
+        x, norm = rms_norm(x, *norm), None
     run = _gemv if choice.kind == "gemv" else _flat
     n = weight.shape[0] // (2 if gate else 1)
     out = torch.empty(x.shape[0], n, dtype=out_dtype or x.dtype, device=x.device)
@@ -113,7 +115,7 @@ def _flat(
     flat_kernel[(tiles, c.split)](
         x, weight, g, x if bias is None else bias, r, out, partials(x.device, size), counters(x.device),
         m, n, x.stride(0), r_stride, out.stride(0), eps,
-        K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, AHEAD=_ahead(c, k), ROWS_FIRST=c.rows_first,
+        K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, AHEAD=_ahead(c, k),
         NORM=norm is not None, GATE=gate, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl,
         num_warps=c.warps, **launch_options(pdl),
     )  # fmt: skip

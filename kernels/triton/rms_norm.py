@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return y
     bh = triton.next_power_of_2(h)
     per = max(1, 4096 // bh) if rows >= 1024 else 1
-    pdl = dependent_launch(x.device)
+    pdl = dependent_launch(x.device, early=rows <= 128)
     rms_norm_kernel[(triton.cdiv(rows, per),)](
         flat, weight, y, rows, flat.stride(0), eps,
         H=h, BH=bh, ROWS=per, PDL=pdl, num_warps=min(16, max(4, bh // 1024)), **launch_options(pdl),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -31,15 +31,14 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Launch of decode attention. blocks: blocks a multiprocessor that the splits aim at. peel, ahead: the first tile
-    (or so many tokens) is loaded, or brought to L2, before the predecessor ends. chunk: parts combined at once. fixed:
-    tiles an item, whatever the batch (batch-invariant mode). early: see `Choice`."""
+    """Launch of decode attention. blocks: blocks a multiprocessor that the splits aim at. ahead: so many tokens are
+    brought to L2 before the predecessor ends. fixed: tiles an item, whatever the batch, so that a sequence's bits do not
+    depend on its neighbours; 0 lets the plan choose. early: see `Choice`."""
 
     tile: int = 64
     warps: int = 4
     stages: int = 3
     blocks: int = 4
-    peel: bool = False
     ahead: int = 0
     fixed: int = 0
     early: bool = False
@@ -136,7 +135,7 @@ def rope_attention(
     if any(n <= small for n in lens):
         few = max(n for n in lens if n <= small)
         packed = triton.next_power_of_2(few)
-        _decode(q, out, batch, k_cache, v_cache, None, shape, norms, replace(config, peel=False), packed, None)
+        _decode(q, out, batch, k_cache, v_cache, None, shape, norms, config, packed, None)
     if any(n > small for n in lens):
         _prefill(q, out, batch, k_cache, v_cache, shape, small)
     return out
@@ -189,7 +188,7 @@ def _decode(
         MAXQ=max_query, ROWS=rows, PAD=max(16, rows), TILE=config.tile, STAGES=config.stages,
         CHUNK=max(1, min(16, 16 * config.warps // rows)), WINDOW=shape.window or 0, SOFTCAP=shape.softcap is not None,
         FUSED=rope is not None, QK_NORM=rope is not None and q_norm is not None, UNIFIED=unified is not None,
-        PEEL=config.peel, AHEAD=config.ahead if pdl else 0, PDL=pdl, num_warps=config.warps,
+        AHEAD=config.ahead if pdl else 0, PDL=pdl, num_warps=config.warps,
         **launch_options(pdl),
     )  # fmt: skip
 

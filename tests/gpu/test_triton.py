@@ -24,7 +24,7 @@ CHOICES = {
     "gemv": ("gemv", 8, 256, 1, 4, 3, 256),
     "flat": ("flat", 64, 128, 1, 4, 4, 128),
     "split": ("flat", 64, 64, 4, 4, 3, 0),
-    "tall": ("flat", 64, 64, 2, 4, 3, 0, True),
+    "apart": ("flat", 64, 64, 1, 4, 3, 0, True, True),
 }
 
 
@@ -35,9 +35,7 @@ def test_attention(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize(
-    "knobs", [{"peel": True, "stages": 2}, {"ahead": 64}, {"fixed": 4}, {"tile": 128, "stages": 3}]
-)
+@pytest.mark.parametrize("knobs", [{"tile": 32, "warps": 2}, {"ahead": 64}, {"fixed": 4}, {"tile": 128, "stages": 3}])
 def test_decode_configurations(knobs: dict[str, int], page: int) -> None:
     from diptych.kernels.triton.rope_attention import DecodeConfig
 

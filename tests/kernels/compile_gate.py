@@ -31,10 +31,10 @@ PRODUCT = {"K": 4096, "BIAS": False, "PDL": 1}
 HEADS = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "PAGE": 16}
 DECODE = HEADS | {
     "R": 128, "MAXQ": 1, "ROWS": 4, "PAD": 16, "TILE": 128, "STAGES": 4, "CHUNK": 16, "WINDOW": 0, "SOFTCAP": False,
-    "FUSED": True, "QK_NORM": False, "UNIFIED": False, "PEEL": False, "AHEAD": 128, "PDL": 1,
+    "FUSED": True, "QK_NORM": False, "UNIFIED": False, "AHEAD": 128, "PDL": 1,
 }  # fmt: skip
 FLAT = PRODUCT | {
-    "BM": 32, "BN": 64, "BK": 128, "SPLIT": 2, "STAGES": 4, "AHEAD": 256, "ROWS_FIRST": False, "NORM": True,
+    "BM": 32, "BN": 64, "BK": 128, "SPLIT": 2, "STAGES": 4, "AHEAD": 256, "NORM": True,
     "GATE": False, "RESIDUAL": False,
 }  # fmt: skip
 GEMV = PRODUCT | {
@@ -46,11 +46,11 @@ VARIANTS: list[tuple[Any, dict[str, Any], int]] = [
     (gemv_kernel, GEMV | {"M": 4, "BN": 8, "NORM": False, "GATE": False, "RESIDUAL": True, "AHEAD": 0, "PDL": 2}, 4),
     (flat_kernel, FLAT, 4),
     (flat_kernel, FLAT | {"NORM": False, "RESIDUAL": True, "SPLIT": 1, "PDL": 2}, 4),
-    (flat_kernel, FLAT | {"GATE": True, "ROWS_FIRST": True, "BM": 64, "SPLIT": 1, "BK": 64}, 4),
+    (flat_kernel, FLAT | {"GATE": True, "BM": 64, "SPLIT": 1, "BK": 64}, 4),
     (decode_attention_kernel, DECODE, 4),
     (decode_attention_kernel, DECODE | {"QK_NORM": True, "WINDOW": 512, "SOFTCAP": True, "PDL": 0, "AHEAD": 0}, 4),
     (decode_attention_kernel, DECODE | {"UNIFIED": True, "TILE": 64}, 4),
-    (decode_attention_kernel, DECODE | {"PEEL": True, "TILE": 64, "AHEAD": 0, "PDL": 2}, 4),
+    (decode_attention_kernel, DECODE | {"TILE": 64, "PDL": 2}, 4),
     (decode_attention_kernel, DECODE | {"FUSED": False, "MAXQ": 4, "ROWS": 16, "CHUNK": 4, "AHEAD": 0}, 4),
     (decode_plan_kernel, {"TILE": 64, "WINDOW": 0, "FUSED": True, "MAXQ": 1, "BB": 128, "BI": 32}, 4),
     (prefill_plan_kernel, {"ROWS": 128, "MAXQ": 1, "BB": 128, "BI": 32}, 4),

@@ -31,12 +31,6 @@ def test_any_number_of_splits(blocks: int) -> None:
     check_attention(AttentionCase((1, 1, 1), (200, 3, 90), window=70), torch.float32, "cpu", config=config)
 
 
-def test_first_tile_before_the_wait() -> None:
-    from diptych.kernels.triton.rope_attention import DecodeConfig
-
-    check_attention(ATTENTION["decode"], torch.float32, "cpu", config=DecodeConfig(tile=16, stages=2, peel=True))
-
-
 @pytest.mark.parametrize(("phi", "strays"), [(0.0, False), (60.0, True)])
 def test_unified_maximum_is_exact(phi: float, strays: bool) -> None:
     """With a phi that suits no row, every row runs again with the running maximum and is counted."""

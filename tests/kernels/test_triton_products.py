@@ -15,10 +15,14 @@ from tests.kernels.triton_cases import PRODUCTS, ProductCase, check_product
 GEMV = Choice("gemv", bn=8, bk=32, stages=2)
 FLAT = Choice("flat", bn=16, bk=32, stages=2)
 SPLIT = Choice("flat", bn=16, bk=16, split=3, stages=2)
-TALL = Choice("flat", bn=16, bk=16, split=2, stages=2, rows_first=True)
 
 
-@pytest.mark.parametrize("choice", [GEMV, FLAT, SPLIT, TALL, LIBRARY], ids=["gemv", "flat", "split", "tall", "library"])
+APART = Choice("flat", bn=16, bk=32, stages=2, apart=True)
+
+
+@pytest.mark.parametrize(
+    "choice", [GEMV, FLAT, SPLIT, APART, LIBRARY], ids=["gemv", "flat", "split", "apart", "library"]
+)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_against_float64(name: str, choice: Choice) -> None:
     check_product(PRODUCTS[name], torch.float32, "cpu", choice)
