@@ -32,8 +32,8 @@ ROWS = 64
 @dataclass(frozen=True)
 class DecodeConfig:
     """Launch of decode attention. blocks: blocks a multiprocessor that the splits aim at. ahead: so many tokens are
-    brought to L2 before the predecessor ends. fixed: tiles an item, whatever the batch, so that a sequence's bits do not
-    depend on its neighbours; 0 lets the plan choose. early: see `Choice`."""
+    brought to L2 before the predecessor ends. fixed: tiles an item, whatever the batch, so that a sequence's bits
+    do not depend on its neighbours; 0 lets the plan choose. early: see `Choice`."""
 
     tile: int = 64
     warps: int = 4

@@ -1,0 +1,32 @@
+"""The unified maximum found from a model's own scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from diptych.workers.model.calibration import BINS, calibrate, read, save
+from diptych.workers.model.config import ModelConfig
+from diptych.workers.model.decoder import Decoder
+from diptych.workers.model.loader import load
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "max_position_embeddings": 256, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def test_window_covers_the_rows_and_every_score_is_counted(tmp_path: Path) -> None:
+    config = ModelConfig.from_dict(CONFIG)
+    decoder = Decoder(config, load("", config, torch.float32, "cpu", "dummy"))
+    prompts = [list(range(20)), list(range(50, 90))]
+    found = calibrate(decoder, prompts)
+    assert sum(found.histogram) == 2 * 4 * sum(n * (n + 1) // 2 for n in map(len, prompts))
+    assert len(found.histogram) == BINS
+    assert found.rows_inside == 1.0
+    assert found.scores[0] - 1e-3 <= found.phi <= found.scores[1] + 1e-3
+    assert read(tmp_path) is None
+    save(found, tmp_path)
+    assert read(tmp_path) == found

@@ -1,0 +1,146 @@
+"""Finds the scale of attention's asynchronous softmax (FlashDecoding++'s unified maximum) from a model's own scores.
+
+    python -m diptych.workers.model.calibration MODEL_FOLDER PROMPTS.json [--device cuda]
+
+PROMPTS.json: a list of lists of token ids. The result is stored beside the model as `unified_maximum.json`: phi, the
+window that a row's largest score must stay in, the share of rows that do, and a histogram of all scores. Knows nothing
+of serving; a forward pass over each prompt is all it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from diptych.kernels.batch import Batch
+from diptych.kernels.norm_linear import norm_linear
+from diptych.kernels.rms_norm import rms_norm_reference
+from diptych.workers.cache import KVCache
+from diptych.workers.model.config import ModelConfig
+from diptych.workers.model.decoder import Cache, Decoder, Layer
+from diptych.workers.model.loader import load
+
+FILE = "unified_maximum.json"
+PAGE = 16
+BINS, REACH = 512, 256.0
+# exp(score - phi) must neither overflow nor vanish: in bfloat16 and float32 far from 88, in float16 from 11.
+WINDOW = {torch.bfloat16: 60.0, torch.float32: 60.0, torch.float16: 10.0}
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """phi, low, high: natural units; a row whose largest score is in [phi - low, phi + high] needs no running maximum.
+
+    rows_inside: share of rows that do so. scores: smallest, largest. histogram: counts of all scores in BINS equal bins
+    over [-REACH, REACH], the outermost holding what lies beyond.
+    """
+
+    phi: float
+    low: float
+    high: float
+    rows_inside: float
+    scores: tuple[float, float]
+    histogram: tuple[int, ...]
+
+
+class _Observer(Decoder):
+    """A decoder that looks at the scores of each layer's attention on the way."""
+
+    def observe(self) -> None:
+        self.maxima: list[Tensor] = []
+        self.counts = torch.zeros(BINS, dtype=torch.int64)
+        self.range = (float("inf"), float("-inf"))
+
+    def _attention(self, x: Tensor, index: int, layer: Layer, batch: Batch, cache: Cache) -> Tensor:
+        config = self.config
+        qkv = norm_linear(x, layer.attention_norm, config.eps, layer.qkv, layer.qkv_bias)
+        self._look(qkv.view(x.shape[0], -1, config.head_dim).float(), layer, config.windows[index])
+        return super()._attention(x, index, layer, batch, cache)
+
+    def _look(self, rows: Tensor, layer: Layer, window: int | None) -> None:
+        config, tokens = self.config, rows.shape[0]
+        q, k = rows[:, : config.heads], rows[:, config.heads : config.heads + config.kv_heads]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm_reference(q, layer.q_norm.float(), config.eps)
+            k = rms_norm_reference(k, layer.k_norm.float(), config.eps)
+        q, k = self._turn(q), self._turn(k)
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=rows.device).tril_()
+        if window is not None:
+            seen = seen.triu_(1 - window)
+        group = config.heads // config.kv_heads
+        for head in range(config.heads):  # a head at a time: a prompt's scores of all heads may be large
+            scores = q[:, head] @ k[:, head // group].t() * self.scale
+            self.maxima.append(scores.masked_fill(~seen, float("-inf")).amax(-1).cpu())
+            values = scores[seen].cpu()
+            self.counts += torch.histc(values.clamp(-REACH, REACH), BINS, -REACH, REACH).long()
+            self.range = (min(self.range[0], float(values.min())), max(self.range[1], float(values.max())))
+
+    def _turn(self, x: Tensor) -> Tensor:
+        tokens, dim = x.shape[0], self.rope.dim
+        cos, sin = self.rope.cos[:tokens].unsqueeze(1), self.rope.sin[:tokens].unsqueeze(1)
+        turned = x[..., :dim] * cos + x[..., :dim].roll(dim // 2, -1) * sin
+        return torch.cat((turned, x[..., dim:]), -1)
+
+
+@torch.inference_mode()
+def calibrate(decoder: Decoder, prompts: Iterable[Sequence[int]]) -> Calibration:
+    """Runs each prompt once. phi is the middle of the rows' largest scores, so that the window covers the most."""
+    observer = _Observer.__new__(_Observer)
+    observer.__dict__.update(decoder.__dict__)
+    observer.observe()
+    for prompt in prompts:
+        _forward(observer, prompt)
+    maxima = torch.cat(observer.maxima)
+    phi = float((maxima.min() + maxima.max()) / 2)
+    reach = WINDOW[decoder.dtype]
+    inside = float(((maxima - phi).abs() <= reach).double().mean())
+    return Calibration(phi, reach, reach, inside, observer.range, tuple(observer.counts.tolist()))
+
+
+def _forward(decoder: Decoder, prompt: Sequence[int]) -> None:
+    config, tokens = decoder.config, len(prompt)
+    blocks = -(-tokens // PAGE)
+    cache = KVCache(config.layers, blocks, PAGE, config.kv_heads, config.head_dim, decoder.dtype, decoder.device)
+    at = torch.arange(tokens, device=decoder.device)
+    lens = torch.tensor([0, tokens], dtype=torch.int32, device=decoder.device)
+    table = torch.arange(blocks, dtype=torch.int32, device=decoder.device).unsqueeze(0)
+    ids = torch.tensor(list(prompt), device=decoder.device)
+    batch = Batch(ids, at, at, lens, lens[1:], table, (tokens,), (tokens,), (tuple(range(blocks)),), tokens, tokens)
+    decoder(batch, cache)
+
+
+def save(calibration: Calibration, folder: str | Path) -> Path:
+    path = Path(folder) / FILE
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(calibration)))
+    return path
+
+
+def read(folder: str | Path) -> Calibration | None:
+    """What was stored beside the model, if anything was."""
+    path = Path(folder) / FILE
+    return msgspec.json.decode(path.read_bytes(), type=Calibration) if path.exists() else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("prompts")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    config = ModelConfig.from_folder(args.model)
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    decoder = Decoder(config, load(args.model, config, dtype, args.device))
+    found = calibrate(decoder, json.loads(Path(args.prompts).read_text()))
+    path = save(found, args.model)
+    low, high = found.scores
+    print(f"phi {found.phi:.2f}, window ±{found.high:.0f}: {found.rows_inside:.4%} of the rows inside; scores from "
+          f"{low:.1f} to {high:.1f}; written to {path}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
