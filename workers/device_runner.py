@@ -21,6 +21,8 @@ import torch
 
 from diptych.contract.wire import Logprob
 from diptych.kernels.batch import Batch
+from diptych.kernels.feed import feed
+from diptych.kernels.sampling import greedy
 from diptych.workers.cache import KVCache, KVLayout
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.runner import Drawn, Launch, Launched, Runner, sample_row
@@ -76,6 +78,7 @@ class _Graph:
         self.width = owner.width
         self.inputs = torch.zeros(size * (5 + self.width), dtype=torch.int32, device=owner.device)
         self.host = [torch.zeros_like(self.inputs, device="cpu").pin_memory() for _ in range(2)]
+        self.query_start = torch.arange(size + 1, dtype=torch.int32, device=owner.device)
         self.turn = 0
         owner.pad(self.host[0].numpy(), 0, size)
         self.inputs.copy_(self.host[0])
@@ -128,14 +131,13 @@ class DeviceRunner(Runner):
     def decode(self, graph: _Graph) -> torch.Tensor:
         """From the graph's inputs to logits [size, vocab] float32; leaves greedy tokens in `drawn`."""
         size, inputs = graph.size, graph.inputs
-        host, feedback, positions, slots, contexts = (inputs[i * size : (i + 1) * size] for i in range(5))
-        tokens = torch.where(feedback >= 0, self.drawn[feedback.long().clamp(min=0)], host.long())
+        tokens, positions, slots = feed(inputs[: 4 * size].view(4, size), self.drawn)
         batch = Batch(
             token_ids=tokens,
-            positions=positions.long(),
-            slots=slots.long(),
-            query_start=torch.arange(size + 1, dtype=torch.int32, device=self.device),
-            context_lens=contexts,
+            positions=positions,
+            slots=slots,
+            query_start=graph.query_start,
+            context_lens=inputs[4 * size : 5 * size],
             block_tables=inputs[5 * size :].view(size, self.width),
             query_lens=(),
             contexts=(),
@@ -144,7 +146,7 @@ class DeviceRunner(Runner):
             max_context=self.max_context,
         )
         logits = self.decoder.logits(self.decoder(batch, self.cache))
-        self.drawn[:size] = logits.argmax(-1)
+        self.drawn[:size] = greedy(logits)
         return logits
 
     def pad(self, buffer: np.ndarray, start: int, size: int) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels.glue_cases import (
     check_advance,
+    check_feed,
     check_greedy,
     check_moe,
     check_pack,
@@ -46,6 +47,7 @@ def test_experts(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> N
 def test_draw() -> None:
     check_greedy("cuda")
     check_advance("cuda")
+    check_feed("cuda")
     check_sample("cuda", vocab=128_256, rows=24, block=4096)
 
 

@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from diptych.kernels.triton.decode_attention import decode_attention_kernel
+from diptych.kernels.triton.feed import feed_kernel
 from diptych.kernels.triton.flat import flat_kernel
 from diptych.kernels.triton.gemv import gemv_kernel
 from diptych.kernels.triton.moe import grouped_kernel
@@ -62,19 +63,22 @@ VARIANTS: list[tuple[Any, dict[str, Any], int]] = [
     (pack_kernel, {"D": 128, "BD": 128, "PAGE": 16, "BT": 16, "BH": 8, "INTO_PAGES": True}, 8),
     (greedy_kernel, {"BLOCK": 4096, "SPLITS": 32, "PDL": 2}, 8),
     (sample_kernel, {"BLOCK": 4096, "TOP_K": True, "TOP_P": True, "MIN_P": True}, 16),
+    (feed_kernel, {"BLOCK": 128}, 4),
     (advance_kernel, {"PAGE": 16, "BLOCK": 128, "PDL": 2}, 4),
     (grouped_kernel,
      {"TOP_K": 8, "EXPERTS": 128, "BE": 128, "K": 2048, "BM": 16, "BN": 64, "BK": 64, "FIRST": True}, 4),
 ]  # fmt: skip
 
 
-def argument_type(name: str) -> str:
+def argument_type(kernel: Any, name: str) -> str:
     if name in INT64:
         return "*i64"
     if name in INT32:
         return "*i32"
     if name in FLOAT32:
         return "*fp32"
+    if kernel is feed_kernel:
+        return "*i32" if name == "staged_ptr" else "i32" if name == "batch" else "*i64"
     if name == "uniform_ptr":
         return "*fp64"
     return "*bf16" if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
@@ -82,7 +86,7 @@ def argument_type(name: str) -> str:
 
 def compile_variant(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else argument_type(n) for n in names}
+    signature = {n: "constexpr" if n in constants else argument_type(kernel, n) for n in names}
     aligned = [
         i for i, n in enumerate(names) if signature[n].startswith("*") or n.endswith(("_stride", "_block", "_token"))
     ]

@@ -64,6 +64,16 @@ def check_greedy(device: str) -> None:
     assert greedy(x).tolist() == [17, 9000, 4096]  # counters are back at zero
 
 
+def check_feed(device: str) -> None:
+    from diptych.kernels.feed import feed_reference
+    from diptych.kernels.triton.feed import feed
+
+    staged = torch.tensor([[7, 8, 9], [-1, 2, 0], [5, 6, 4], [50, 60, 40]], dtype=torch.int32)
+    drawn = torch.tensor([100, 101, 102, 103])
+    for ours, want in zip(feed(staged.to(device), drawn.to(device)), feed_reference(staged, drawn), strict=True):
+        assert torch.equal(ours.cpu(), want)
+
+
 def check_advance(device: str) -> None:
     from diptych.kernels.triton.sampling import advance
 

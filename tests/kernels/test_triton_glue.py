@@ -11,6 +11,7 @@ import torch
 
 from tests.kernels.glue_cases import (
     check_advance,
+    check_feed,
     check_greedy,
     check_moe,
     check_pack,
@@ -38,6 +39,10 @@ def test_pack_is_bitwise_and_touches_nothing_else(first: int, count: int, heads:
 
 def test_greedy_takes_the_first_of_equals() -> None:
     check_greedy("cpu")
+
+
+def test_feed() -> None:
+    check_feed("cpu")
 
 
 def test_sample() -> None:
