@@ -25,6 +25,7 @@ from diptych.contract.errors import ConfigInvalid
 T = TypeVar("T")
 
 START = 100.0
+CHUNK = 96  # tokens of a step: a prompt of some lines is prefilled in several
 _MARK = "DIPTYCH_TEST_MARK"
 
 
@@ -158,6 +159,6 @@ def small(**settings: object) -> list[str]:
     settings: further ones, `__` for a dot."""
     chosen: dict[str, object] = {"engine.check_integrity": True, "limits.heartbeat": 0.2}
     for role in ("prefill", "decode", "colocated"):
-        chosen |= {f"{role}.threads": 1, f"{role}.cache_blocks": 256}
+        chosen |= {f"{role}.threads": 1, f"{role}.cache_blocks": 256, f"{role}.token_budget": CHUNK}
     chosen |= {name.replace("__", "."): value for name, value in settings.items()}
     return [part for name, value in chosen.items() for part in ("--set", f"{name}={value}")]

@@ -6,6 +6,7 @@ The rest of L2's spellings are compared with transformers where the model is tes
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from diptych.contract import telemetry as names
 from diptych.router.client import Client
-from tests.support.asking import LENGTH, LIMIT, STOP, USUAL, asks, both, fresh, ids, until_idle
+from tests.support.asking import LENGTH, LIMIT, PARIS, STOP, USUAL, asks, both, fresh, ids, until_idle
 from tests.support.serving import Running, running, small
 
 STORY = "Once upon a time"
@@ -58,12 +59,16 @@ async def test_the_base_inside_rope_parameters(either: Client) -> None:
     assert ids(await both(either, asks(STORY, max_tokens=12))) == RIGHT
 
 
-async def test_the_base_at_the_top(demo_model: Path, tmp_path: Path) -> None:
-    top = {"rope_parameters": None, "rope_theta": 100000.0, "rope_scaling": None}
+async def test_the_base_at_the_top_and_end_tokens_of_config_json_alone(demo_model: Path, tmp_path: Path) -> None:
+    """L2 (a), and L3 without a generation_config.json."""
+    top = {"rope_parameters": None, "rope_theta": 100000.0, "rope_scaling": None, "eos_token_id": [2, 30]}
     async with served(demo_model, tmp_path, top) as (_, client):
         assert ids(await both(client, asks(STORY, max_tokens=12))) == RIGHT
+        answer = await both(client, asks(max_tokens=16))
+        assert (ids(answer), answer.choices[0].text) == ([7042, 30], " Paris")
 
 
+@pytest.mark.slow
 async def test_no_base_is_the_default(demo_model: Path, tmp_path: Path) -> None:
     async with served(demo_model, tmp_path, {"rope_parameters": None}) as (_, client):
         drawn = ids(await both(client, asks(STORY, max_tokens=12)))
@@ -89,7 +94,7 @@ async def test_both_bases_and_both_names_of_a_type(demo_model: Path, tmp_path: P
 
 async def test_several_end_tokens(demo_model: Path, tmp_path: Path) -> None:
     generation = {"eos_token_id": [2, 30]}
-    async with served(demo_model, tmp_path, {}, generation, "disaggregated") as (_, client):
+    async with served(demo_model, tmp_path, {}, generation, "disaggregated") as (service, client):
         answer = await both(client, asks(max_tokens=16))
         choice = answer.choices[0]
         assert (ids(answer), choice.text, choice.finish_reason) == ([7042, 30], " Paris", STOP)
@@ -101,21 +106,22 @@ async def test_several_end_tokens(demo_model: Path, tmp_path: Path) -> None:
         later = await both(client, asks(max_tokens=16, min_tokens=4))
         assert len(ids(later)) >= 4
         assert not {2, 30} & set(ids(later)[:4])
+        await ends_on_prefill(service, client, f"{PARIS} Paris", 30)
 
 
-async def test_end_tokens_of_config_json_alone(demo_model: Path, tmp_path: Path) -> None:
-    async with served(demo_model, tmp_path, {"eos_token_id": [2, 30]}) as (_, client):
-        answer = await both(client, asks(max_tokens=16))
-        assert (ids(answer), answer.choices[0].text) == ([7042, 30], " Paris")
-
-
-async def test_an_end_token_that_prefill_draws(demo_model: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+async def test_an_end_token_that_is_the_first(demo_model: Path, tmp_path: Path) -> None:
     generation = {"eos_token_id": [2, 7042]}
     async with served(demo_model, tmp_path, {}, generation, "disaggregated") as (service, client):
-        answer = await both(client, asks(max_tokens=16, cache_salt=fresh()))
-        assert (ids(answer), answer.choices[0].text, answer.choices[0].finish_reason) == ([7042], "", STOP)
-        trace = "ab" * 16
-        request = asks(max_tokens=16, cache_salt=fresh())
-        await client.generate(request, timeout=LIMIT, traceparent=f"00-{trace}-{'cd' * 8}-01")
-        spans = {span.name for span in service.spans(trace)}
-        assert not spans & {names.TRANSFER_SEND, names.TRANSFER_RECEIVE, names.DECODE_STEPS}
+        await ends_on_prefill(service, client, PARIS, 7042)
+
+
+async def ends_on_prefill(service: Running, client: Client, prompt: str, token: int) -> None:
+    """The first token ends the request: it is all there is, and nothing is handed over."""
+    answer = await both(client, asks(prompt, max_tokens=16, cache_salt=fresh()))
+    assert (ids(answer), answer.choices[0].text, answer.choices[0].finish_reason) == ([token], "", STOP)
+    trace = secrets.token_hex(16)
+    header = f"00-{trace}-{secrets.token_hex(8)}-01"
+    await client.generate(asks(prompt, max_tokens=16, cache_salt=fresh()), timeout=LIMIT, traceparent=header)
+    spans = {span.name for span in service.spans(trace)}
+    assert not spans & {names.TRANSFER_SEND, names.TRANSFER_RECEIVE, names.DECODE_STEPS}

@@ -33,7 +33,7 @@ LOSS = {"prefill": "PrefillLost", "decode": "DecodeLost"}
 
 @pytest.fixture(scope="module")
 def mortal(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(demo_model, tmp_path_factory.mktemp("mortal"), *small(prefill__token_budget=64)) as service:
+    with running(demo_model, tmp_path_factory.mktemp("mortal"), *small()) as service:
         yield service
 
 
@@ -78,14 +78,18 @@ async def test_a_killed_worker_is_a_typed_error_at_once(mortal: Running, role: s
         trace, header = parent()
         pieces = client.stream(asks(long_prompt(role), max_tokens=900, ignore_eos=True), LIMIT, header)
         ending: asyncio.Task[str] = asyncio.create_task(end_of(pieces))
-        await until(client, lambda info: running_at(info, role))
+        status = asyncio.create_task(refused(client, asks(long_prompt(role), max_tokens=900, ignore_eos=True)))
+        await until(client, lambda info: running_at(info, role) > (role == "decode"))
         begun = time.monotonic()
         dead = await kill(client, role, front)
         assert await asyncio.wait_for(ending, AT_ONCE) == LOSS[role]
+        refusal = await asyncio.wait_for(status, AT_ONCE)
+        assert (refusal.status.name, refusal.code) == ("UNAVAILABLE", LOSS[role])
         assert time.monotonic() - begun < AT_ONCE
+        waiting = asyncio.create_task(usual(client))  # it is not refused: it waits for the next worker
         check_lost(mortal.spans(trace), dead, LOSS[role])
         await until_replaced(client, dead)
-        await usual(client)
+        await waiting
         await until_idle(client)
 
 
@@ -112,18 +116,6 @@ def check_lost(spans: list[Span], dead: pb.Worker, code: str) -> None:
     (told,) = stories(spans)
     assert told.terminal == code
     assert told.spine
-
-
-async def test_a_loss_has_the_status_unavailable(mortal: Running) -> None:
-    async with Client(mortal.address) as client:
-        asking = asyncio.create_task(refused(client, asks(max_tokens=900, ignore_eos=True)))
-        await until(client, lambda info: running_at(info, "decode"))
-        dead = await kill(client, "decode")
-        refusal = await asyncio.wait_for(asking, AT_ONCE)
-        assert (refusal.status.name, refusal.code) == ("UNAVAILABLE", "DecodeLost")
-        waiting = asyncio.create_task(usual(client))  # it waits for the next worker
-        await until_replaced(client, dead)
-        await waiting
 
 
 # ── the storm ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -81,8 +81,8 @@ async def test_a_seed_survives_a_restart_and_many_neighbours(client: Client, dem
 
 
 async def test_a_tiny_temperature_is_greedy(either: Client) -> None:
-    for temperature in DOWN_TO_NOTHING:
-        answer = await both(either, asks(temperature=temperature, max_tokens=7, logprobs=2))
+    requests = [asks(temperature=temperature, max_tokens=7, logprobs=2) for temperature in DOWN_TO_NOTHING]
+    for answer in await asyncio.gather(*(both(either, request) for request in requests)):
         assert ids(answer) == [7042, 30, 198, 198, 504, 2988, 314]
         told = [each.logprob for each in answer.choices[0].logprobs]
         assert len(told) == 7

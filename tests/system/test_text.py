@@ -123,15 +123,15 @@ async def test_several_choices_with_an_echo(either: Client) -> None:
     for choice in answer.choices:
         assert (choice.text, list(choice.token_ids)) == (PARIS + USUAL, USUAL_IDS)
     assert answer.usage.completion_tokens == 27
-    seeded = asks(max_tokens=12, n=3, temperature=1.2, seed=11)
+    seeded = asks(max_tokens=8, n=3, temperature=1.2, seed=11)
     answer = await both(either, seeded)
     assert len({tuple(choice.token_ids) for choice in answer.choices}) == 3
-    second = asks(max_tokens=12, temperature=1.2, seed=12)
+    second = asks(max_tokens=8, temperature=1.2, seed=12)
     assert ids(await either.generate(second, timeout=LIMIT)) == ids(answer, 1), "choice i takes the seed + i"
 
 
 async def test_many_at_once_answer_as_one(either: Client) -> None:
-    requests = [asks(f"{PARIS} Paris. " * n + PARIS, max_tokens=6 + n, n=1 + n % 2) for n in range(8)]
+    requests = [asks(f"{PARIS} Paris. " * n + PARIS, max_tokens=4 + n, n=1 + n % 2) for n in range(6)]
     together = await asyncio.gather(*(either.generate(request, timeout=LIMIT) for request in requests))
     for request, found in zip(requests, together, strict=True):
         alone = await either.generate(request, timeout=LIMIT)
@@ -155,7 +155,7 @@ async def test_stop_tokens_and_end_tokens(either: Client) -> None:
 
 
 async def test_a_chat(either: Client) -> None:
-    answer = await both(either, asks(None, messages=[{"role": "user", "content": "Say hello."}], max_tokens=24))
+    answer = await both(either, asks(None, messages=[{"role": "user", "content": "Say hello."}], max_tokens=8))
     assert (answer.choices[0].finish_reason, answer.choices[0].text != "") in ((STOP, True), (LENGTH, True))
     assert list(answer.prompt.token_ids).count(1) == 3
 
