@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from diptych import tuning
     from diptych.router.commands import add_commands
 
     parser = argparse.ArgumentParser(prog="diptych", description="Disaggregated inference for large language models.")
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--trace", type=Path, metavar="FILE", help="keep the trace in this file")
     demo.set_defaults(run=_demo)
     add_commands(commands)
+    tuning.add_commands(commands)
     trace = commands.add_parser("trace", help="read a trace file")
     shown = trace.add_subparsers(required=True, metavar="ACTION").add_parser(
         "show", help="where each request's time went"

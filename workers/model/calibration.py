@@ -1,6 +1,6 @@
 """Finds the scale of attention's asynchronous softmax (FlashDecoding++'s unified maximum) from a model's own scores.
 
-    python -m diptych.workers.model.calibration MODEL_FOLDER PROMPTS.json [--device cuda]
+    diptych calibrate --model FOLDER --prompts FILE [--device cuda]
 
 PROMPTS.json: a list of lists of token ids. The result is stored beside the model as `unified_maximum.json`: phi, the
 window that a row's largest score must stay in, the share of rows that do, and a histogram of all scores. Knows nothing
@@ -9,8 +9,6 @@ of serving; a forward pass over each prompt is all it runs.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,9 +20,7 @@ from diptych.kernels.batch import Batch
 from diptych.kernels.norm_linear import norm_linear
 from diptych.kernels.rms_norm import rms_norm_reference
 from diptych.workers.cache import KVCache
-from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Cache, Decoder, Layer
-from diptych.workers.model.loader import load
 
 FILE = "unified_maximum.json"
 PAGE = 16
@@ -124,23 +120,3 @@ def read(folder: str | Path) -> Calibration | None:
     """What was stored beside the model, if anything was."""
     path = Path(folder) / FILE
     return msgspec.json.decode(path.read_bytes(), type=Calibration) if path.exists() else None
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("prompts")
-    parser.add_argument("--device", default="cpu")
-    args = parser.parse_args()
-    config = ModelConfig.from_folder(args.model)
-    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    decoder = Decoder(config, load(args.model, config, dtype, args.device))
-    found = calibrate(decoder, json.loads(Path(args.prompts).read_text()))
-    path = save(found, args.model)
-    low, high = found.scores
-    print(f"phi {found.phi:.2f}, window ±{found.high:.0f}: {found.rows_inside:.4%} of the rows inside; scores from "
-          f"{low:.1f} to {high:.1f}; written to {path}")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
