@@ -23,7 +23,7 @@ from diptych.router.facts import ModelFacts
 from diptych.router.settings import RouterSettings
 from diptych.router.text import TextStream
 from diptych.router.tokenizer import Tokenizer
-from diptych.router.validate import MAX_SEED, Order, Room, check_ids, order, parse, stopping
+from diptych.router.validate import MAX_SEED, Order, Room, check_ids, check_text_ids, order, parse, stopping
 from diptych.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
@@ -115,12 +115,16 @@ class Preparer:
         kind = message.WhichOneof("prompt")
         if kind == "text":
             self._must_be_able_to_fit(message.text, room)
-            return self.tokenizer.encode(message.text), message.text
+            return self._known(self.tokenizer.encode(message.text), kind), message.text
         if kind == "chat":
-            return self.template.encode(conversation(message.chat))
+            prompt, text = self.template.encode(conversation(message.chat))
+            return self._known(prompt, kind), text
         if kind == "token_ids":
             return check_ids(message.token_ids.ids, self._facts), None
         raise InvalidRequest("The prompt is missing: set one of text, chat, token_ids.")
+
+    def _known(self, prompt: tuple[int, ...], kind: str) -> tuple[int, ...]:
+        return check_text_ids(prompt, kind, self._facts, self.tokenizer.token_text)
 
     def _must_be_able_to_fit(self, text: str, room: Room) -> None:
         """Seconds of tokenising are not spent on a text that even the longest tokens could not make fit."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from google.protobuf.message import DecodeError, Message
@@ -97,6 +97,14 @@ def order(request: pb.GenerateRequest, facts: ModelFacts, max_choices: int) -> O
         token_ids=response.token_ids,
         salt=_salt(request),
     )
+
+
+def check_text_ids(ids: tuple[int, ...], kind: str, facts: ModelFacts, name: Callable[[int], str]) -> tuple[int, ...]:
+    """A prompt that was tokenised from `kind`: a tokenizer may know added tokens for which the model has no row."""
+    for token in ids:
+        if not 0 <= token < facts.vocabulary:
+            raise InvalidRequest(f"{kind} holds {name(token)!r}, token {token}, outside {_span(facts)}.")
+    return ids
 
 
 def check_ids(ids: Iterable[int], facts: ModelFacts) -> tuple[int, ...]:
