@@ -100,6 +100,7 @@ class Choice:
     _seen: int = 0
     _early: dict[int, tuple[Part, TokenOut, int]] = field(default_factory=dict)
     _ending: Ended | None = None
+    _deferred: Ended | None = None
 
     # ── sending ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -184,16 +185,31 @@ class Choice:
         self.close_if_over()
 
     def _apply(self, part: Part, ended: Ended) -> None:
-        if part.released or ended.reason == "handed":
+        if part.released:
             return
-        if part is self.prefill and ended.reason == "cancelled":
-            return  # decode told it that it no longer waits: decode's own word, on its own session, decides
+        if part is self.decode and ended.reason == "cancelled" and self._prefill_may_have_ended():
+            self._deferred = ended  # prefill told it that nothing will come: prefill's word, on its session, decides
+            return
+        if part is self.prefill and ended.reason in ("handed", "cancelled"):
+            # It handed over, or decode told it that it no longer waits: decode's word, on its own session, decides.
+            if self.decode is not None and self._deferred is not None:
+                self._fail_with(self.decode, self._deferred)
+            return
         if ended.reason in ("stop", "length"):
             self._ending = ended
             if part is self.prefill and self.decode is not None:
                 self._release(self.decode, "the first token was the last")
             self._end_if_complete()
             return
+        self._fail_with(part, ended)
+
+    def _prefill_may_have_ended(self) -> bool:
+        """Whether prefill, which is still open, may have found that its first token was the last."""
+        prefill = self.prefill
+        open_still = prefill is not None and not prefill.closed and not prefill.released
+        return open_still and self.granted is not None and self._seen <= 1
+
+    def _fail_with(self, part: Part, ended: Ended) -> None:
         told = ended.message or f"{part.session.id} ended the request without a reason."
         self.fail(from_wire(ended.code, told) if ended.code else Internal(told))
 

@@ -138,6 +138,43 @@ def test_an_end_at_the_first_token_releases_decode() -> None:
     assert (choice.terminal.reason, heard.closes) == ("stop", 1)
 
 
+CANCELLED = Ended(KEY, "cancelled", code="Cancelled", message="Nothing will come.")
+
+
+def test_an_end_at_the_first_token_may_be_told_by_decode_first() -> None:
+    """Prefill tells decode over the link; decode's word on its own session may overtake prefill's."""
+    choice, heard, prefill, decode = begun()
+    choice.on_granted(Granted(KEY, 0))
+    choice.on_ended(decode, CANCELLED)
+    assert choice.terminal is None
+    choice.on_tokens(prefill, tokens(0, 0), 1)
+    choice.on_ended(prefill, Ended(KEY, "stop", stop_id=0))
+    assert choice.terminal is not None
+    assert (choice.terminal.reason, heard.text, heard.closes) == ("stop", "A", 1)
+
+
+@pytest.mark.parametrize("reason", ["handed", "cancelled", "lost"])
+def test_a_cancelled_decode_is_the_end_when_prefill_has_no_other(reason: str) -> None:
+    choice, heard, prefill, decode = begun()
+    choice.on_granted(Granted(KEY, 0))
+    choice.on_ended(decode, CANCELLED)
+    if reason == "lost":
+        choice.on_lost(prefill, WorkerLost("gone."))
+    else:
+        choice.on_ended(prefill, Ended(KEY, reason))  # type: ignore[arg-type]
+    assert choice.terminal is not None
+    assert type(choice.terminal.error) is (PrefillLost if reason == "lost" else Cancelled)
+    assert (heard.terminals, heard.closes) == (1, 1)
+
+
+def test_a_decode_that_is_cancelled_before_its_grant_is_the_end() -> None:
+    """Prefill has not begun, so nothing of it can explain that."""
+    choice, _heard, prefill, decode = begun()
+    choice.on_ended(decode, CANCELLED)
+    assert isinstance(choice.terminal and choice.terminal.error, Cancelled)
+    assert isinstance(sent(prefill.session)[-1], Cancel)
+
+
 def test_decode_that_prefills_itself_releases_prefill() -> None:
     choice, heard, prefill, decode = begun()
     choice.on_granted(Granted(KEY, 16, local=True))
