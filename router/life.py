@@ -208,5 +208,5 @@ def _view(session: Session) -> View:
         busy=max(load.running + load.waiting + load.reserved + session.unreported, session.outstanding),
         links=frozenset(load.links),
         prefixes=session.prefixes,
-        draining=session.draining or load.draining,
+        draining=load.draining,
     )

@@ -145,7 +145,7 @@ def _worker(desk: Desk, worker_id: str) -> pb.Worker:
         id=info.id,
         role=info.role,
         connected=True,
-        draining=session.draining or load.draining,
+        draining=load.draining,
         running=load.running,
         waiting=load.waiting,
         reserved=load.reserved,

@@ -58,7 +58,6 @@ class Session:
         self.load = wire.Load(clock=(0, 0))
         self.clock = Clock()
         self.prefixes: dict[bytes, None] = {}
-        self.draining = worker.state == "draining"
         self.unreported = 0
         self.outstanding = 0
         self.open = False
@@ -150,9 +149,9 @@ class Session:
         changed = set(load.links) != set(self.load.links) or load.draining != self.load.draining
         self.load = load
         self.unreported = 0
-        for digest in load.lost:
-            self.prefixes.pop(digest, None)
         self.prefixes |= dict.fromkeys(load.gained)
+        for digest in load.lost:  # in both: gained and lost again, most likely; a miss costs less than a false hope
+            self.prefixes.pop(digest, None)
         while len(self.prefixes) > 2 * max(self.worker.total_blocks, 1):  # a hint, so the oldest may go
             del self.prefixes[next(iter(self.prefixes))]
         if changed:
@@ -249,10 +248,6 @@ class Sessions:
         """New entries get a session. One that left the table keeps its session: the stream is the better witness."""
         self.table = table
         for info in table.workers:
-            session = self._sessions.get(info.id)
-            if session is not None and session.draining != (info.state == "draining"):
-                session.draining = info.state == "draining"
-                self._listener.on_change()
             if info.id not in self._tasks:
                 self._tasks[info.id] = asyncio.create_task(self._hold(info))
 
