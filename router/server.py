@@ -7,11 +7,12 @@ tokenizer, preparer, desk, sessions, artist. One event loop; `start` and `stop` 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -108,8 +109,7 @@ class RouterServer:
     # ── methods ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _generate(self, data: bytes, context: Context) -> Message:
-        call = await self._open(context)
-        try:
+        with _handling(await self._open(context)) as call:
             await self._begin(call, data)
             pieces = await call.collect()
             await call.prompt_known(self.settings.limits.heartbeat)
@@ -119,25 +119,14 @@ class RouterServer:
                 piece.choice.marks.first_delivered = piece.choice.marks.first_ready
                 call.delivered(piece, now)
             return answer
-        except DiptychError as error:
-            call.fail(error)
-            raise
-        finally:
-            call.leave()
 
     async def _stream(self, data: bytes, context: Context) -> None:
-        call = await self._open(context)
-        try:
+        with _handling(await self._open(context)) as call:
             await self._begin(call, data)
             async for pieces in call.pieces():
                 for number, piece in enumerate(pieces, 1):
                     await context.write(await self._chunk(call, piece, last=call.done and number == len(pieces)))
                     call.delivered(piece, time.monotonic_ns())
-        except DiptychError as error:
-            call.fail(error)
-            raise
-        finally:
-            call.leave()
 
     async def _chunk(self, call: Call, piece: Piece, last: bool) -> pb.GenerateStreamResponse:
         chunk = self._replies.chunk(call, piece)
@@ -227,6 +216,30 @@ def _bytes(message: Message) -> bytes:
     return message.SerializeToString()
 
 
+@contextlib.contextmanager
+def _handling(call: Call) -> Iterator[Call]:
+    """A handler's time with its call: whatever ends it is the call's error, for the client and in the trace."""
+    try:
+        yield call
+    except DiptychError as error:
+        call.fail(error)
+        raise
+    except grpc.aio.BaseError:  # the transport ended under us: the client has left
+        raise
+    except Exception as error:
+        log.exception("%s failed", call.id)
+        failure = _unexpected(error)
+        call.error = call.error or failure  # also where every choice had ended well: its answer could not be told
+        call.fail(failure)
+        raise failure from error
+    finally:
+        call.leave()
+
+
+def _unexpected(error: Exception) -> Internal:
+    return Internal(f"An unexpected {type(error).__name__}.")
+
+
 def _answering(method: Callable[[bytes, Context], Awaitable[T]]) -> Callable[[bytes, Context], Awaitable[T]]:
     async def answer(data: bytes, context: Context) -> T:
         try:
@@ -235,7 +248,7 @@ def _answering(method: Callable[[bytes, Context], Awaitable[T]]) -> Callable[[by
             failure = error
         except Exception as error:
             log.exception("a call failed")
-            failure = Internal(f"An unexpected {type(error).__name__}.")
+            failure = _unexpected(error)
         return await abort(context, failure)
 
     return answer

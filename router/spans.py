@@ -10,6 +10,7 @@ Uses OpenTelemetry's API only, and draws in a thread of its own: the loop only o
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _EPOCH = time.time_ns() - time.monotonic_ns()
 _TRANSFER = (names.TRANSFER_SEND, names.TRANSFER_RECEIVE)
+MAX_WAITING = 4096  # calls, each with its prompt and stages: what a stalled exporter may cost in memory
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -58,12 +60,15 @@ class Chains(msgspec.Struct):
 
 
 class Artist:
-    """`open` on the loop, `draw` from anywhere; `close` draws what is left. provider: the process's own if None."""
+    """`open` and `draw` on the loop; `close` draws what is left. provider: the process's own if None. places: calls
+    that may wait to be drawn; one more is dropped, and counted in `dropped`."""
 
-    def __init__(self, model: str, provider: trace.TracerProvider | None = None) -> None:
+    def __init__(self, model: str, provider: trace.TracerProvider | None = None, places: int = MAX_WAITING) -> None:
         self._tracer = (provider or trace.get_tracer_provider()).get_tracer("diptych.router")
         self._model = model
         self._hand = ThreadPoolExecutor(1, thread_name_prefix="spans")
+        self._places = threading.Semaphore(places)
+        self.dropped = 0
 
     def open(self, received: int, metadata: Mapping[str, str]) -> tuple[Span, str]:
         """(the root span, its traceparent). Its parent is the client's, when it sent one."""
@@ -77,11 +82,25 @@ class Artist:
 
     def draw(self, call: Call) -> None:
         """The call must be over. Costs the caller nothing when nothing is recorded."""
-        if call.root.is_recording():
-            self._hand.submit(self._draw, call).add_done_callback(_complain)
+        if not call.root.is_recording():
+            return
+        if self._places.acquire(blocking=False):
+            self._hand.submit(self._draw, call).add_done_callback(self._drawn)
+            return
+        self.dropped += 1
+        if self.dropped == 1:
+            log.warning("traces come faster than they can be drawn: some are dropped")
 
     def close(self) -> None:
         self._hand.shutdown(wait=True)
+        if self.dropped:
+            log.warning("%d traces were dropped", self.dropped)
+
+    def _drawn(self, future: Future[None]) -> None:
+        self._places.release()
+        error = future.exception()
+        if error is not None:
+            log.error("a trace could not be drawn", exc_info=error)
 
     def _draw(self, call: Call) -> None:
         context = trace.set_span_in_context(call.root)
@@ -246,9 +265,3 @@ def _bars(part: Part | None, stages: tuple[Stage, ...] | list[Stage]) -> list[Ba
         names.CLOCK_ERROR_NS: error,
     }
     return [Bar(stage.name, stage.start + offset, stage.end + offset, common | stage.attributes) for stage in stages]
-
-
-def _complain(future: Future[None]) -> None:
-    error = future.exception()
-    if error is not None:
-        log.error("a trace could not be drawn", exc_info=error)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from diptych.contract import telemetry as names
-from diptych.contract.errors import DiptychError
+from diptych.contract.errors import DiptychError, Internal
+from diptych.router.call import Call
 from diptych.router.client import ask
+from diptych.router.spans import Artist
 from tests.router.service import Service, service, until
 
 IDS = [504, 3575, 282]
@@ -140,3 +144,39 @@ async def test_a_refused_request_has_a_root(
         found = await drawn(s, exporter)
         assert list(found) == [names.REQUEST]
         assert (found[names.REQUEST][0].attributes or {})[names.ERROR_CODE] == "InvalidRequest"
+
+
+async def test_what_failed_by_a_bug_says_so(
+    demo_model: Path, tracing: TracerProvider, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the trace and to the client, before the first token and after the last."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async with service(demo_model, tracing=tracing) as s:
+        for owner, name in ((s.router._preparer, "prepare"), (s.router._replies, "whole")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, broken)
+                with pytest.raises(Internal, match="ZeroDivisionError"):
+                    await s.client.generate(ask(token_ids=IDS, max_tokens=2))
+            root = (await drawn(s, exporter))[names.REQUEST][0]
+            assert (root.attributes or {})[names.ERROR_CODE] == "Internal"
+
+
+async def test_traces_that_nobody_takes_are_dropped_and_counted() -> None:
+    gate = threading.Event()
+
+    class Slow(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            gate.wait(10)
+
+    provider = TracerProvider()
+    provider.add_span_processor(Slow())
+    artist = Artist("m", provider, places=2)
+    for number in range(5):
+        root, traceparent = artist.open(time.monotonic_ns(), {})
+        artist.draw(Call(f"req-{number}", time.monotonic_ns(), 1.0, root, traceparent))
+    assert artist.dropped == 3
+    gate.set()
+    await asyncio.to_thread(artist.close)
