@@ -40,9 +40,13 @@ class LocalGroup:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "diptych.cluster.worker_process", str(theirs.fileno())]
-            process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                )
+            except BaseException:
+                ours.close()
+                raise
         made = cls(group, process, limits)
         reader, made._writer = await asyncio.open_connection(sock=ours)
         send(made._writer, Launch(group.settings, secret, registry, epoch))

@@ -136,7 +136,7 @@ class Supervisor:
         return all(slot.state == "ready" for slot in self._slots)
 
     async def stop(self, drain: bool) -> None:
-        """Stops replacing, then ends all groups at once. Afterwards nothing of them is left."""
+        """Stops replacing, then ends all groups at once. Afterwards nothing of them is left that could be ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -154,9 +154,11 @@ class Supervisor:
             elif not slot.was_ready:
                 return slot.enter("failed")
             slot.enter("replacing")
-            await self._end(slot, drain=False)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            gone = False
+            while not gone:  # what may still live is never replaced: that would be two at a time
+                gone = await self._end(slot, drain=False)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _bring_up(self, slot: _Slot) -> bool:
         """True when the slot's incarnation is ready; it is left in the slot either way, for `_end`."""
@@ -170,6 +172,10 @@ class Supervisor:
         except DiptychError as error:
             log.warning("%s did not start: %s", slot.group.name, error)
             slot.error = error
+            return False
+        except Exception as error:  # a fork or Ray that fails is a failed start, never the silent end of this task
+            log.exception("%s did not start", slot.group.name)
+            slot.error = _internal(error)
             return False
         slot.error = None
         slot.was_ready = True
@@ -186,15 +192,30 @@ class Supervisor:
 
     async def _stay(self, slot: _Slot) -> None:
         assert slot.incarnation is not None
-        reason = await slot.incarnation.wait()
-        slot.error = Internal(reason)
-        log.warning("%s ended: %s", slot.group.name, reason)
+        try:
+            slot.error = Internal(await slot.incarnation.wait())
+            log.warning("%s ended: %s", slot.group.name, slot.error)
+        except Exception as error:  # one that cannot be watched is replaced
+            log.exception("%s cannot be watched", slot.group.name)
+            slot.error = _internal(error)
 
-    async def _end(self, slot: _Slot, drain: bool) -> None:
+    async def _end(self, slot: _Slot, drain: bool) -> bool:
+        """True when nothing is left of the slot's incarnation; may be repeated when something may be."""
         incarnation, info = slot.incarnation, slot.info
         slot.info = None
         if info is not None:
             self._ended(info)
-        if incarnation is not None:
-            await incarnation.stop(drain)
-            slot.incarnation = None
+        try:
+            if incarnation is not None:
+                await incarnation.stop(drain)
+        except Exception as error:
+            log.exception("%s could not be ended", slot.group.name)
+            slot.error = _internal(error)
+            return False
+        slot.incarnation = None
+        return True
+
+
+def _internal(error: Exception) -> Internal:
+    said = " ".join(str(error).split())[:300].rstrip(".")
+    return Internal(f"{type(error).__name__}: {said}." if said else f"{type(error).__name__}.")

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from diptych.cluster.config import Group, validate
 from diptych.cluster.supervisor import Supervisor
-from diptych.contract.errors import CapacityExceeded, DiptychError, Internal, ModelUnsupported
+from diptych.contract.errors import CapacityExceeded, Internal, ModelUnsupported
 from diptych.contract.limits import Limits
 from diptych.contract.wire import WorkerInfo
 from tests.cluster.test_registry import info
@@ -31,6 +31,9 @@ class Life:
         return "The engine ended."
 
     async def stop(self, drain: bool) -> None:
+        if self.world.no_end:
+            self.world.no_end -= 1
+            raise OSError("Interrupted system call")
         self.world.living.discard(self)
         self.ended.set()
 
@@ -42,7 +45,9 @@ class World:
         self.living: set[Life] = set()
         self.lives: list[Life] = []
         self.registered: set[str] = set()
-        self.error: DiptychError | None = None
+        self.error: Exception | None = None
+        self.no_fork = 0
+        self.no_end = 0
         self.no_place = 0
         self.hang = False
 
@@ -50,6 +55,9 @@ class World:
         if self.no_place:
             self.no_place -= 1
             raise CapacityExceeded("No node could give it its CPU 1.")
+        if self.no_fork:
+            self.no_fork -= 1
+            raise OSError("Cannot allocate memory")
         life = Life(self, group.name, epoch)
         assert group.name not in {other.name for other in self.living}
         self.living.add(life)
@@ -127,6 +135,33 @@ async def test_what_was_ready_once_is_tried_until_it_is_ready_again() -> None:
         assert supervisor.failure() is None
         await until(supervisor.ready)
         assert supervisor.states()[1].starts == 3
+
+
+async def test_a_fork_that_fails_is_a_failed_start() -> None:
+    """At first it is the service's failure; later it is tried again."""
+    world = World()
+    world.no_fork = 2
+    async with supervised(world) as supervisor:
+        await until(lambda: {state.state for state in supervisor.states()} == {"failed"})
+        assert isinstance(supervisor.failure(), Internal)
+        assert "Cannot allocate memory" in str(supervisor.failure())
+    world = World()
+    async with supervised(world) as supervisor:
+        await until(supervisor.ready)
+        world.no_fork = 1
+        world.of("decode-0").ended.set()
+        await until(lambda: supervisor.ready() and supervisor.states()[1].starts == 3)
+
+
+async def test_what_cannot_be_ended_is_not_replaced_before_it_is() -> None:
+    """`World` holds that no two live at once."""
+    world = World()
+    async with supervised(world) as supervisor:
+        await until(supervisor.ready)
+        world.no_end = 1
+        world.of("decode-0").ended.set()
+        await until(lambda: supervisor.ready() and supervisor.states()[1].starts == 2)
+        assert world.no_end == 0
 
 
 async def test_a_start_that_takes_too_long_is_ended() -> None:
