@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from diptych.cluster.config import Group
+from diptych.cluster.devices import spread
 from diptych.cluster.registry import RegistryClient, RegistryServer
 from diptych.cluster.supervisor import Supervisor
 from diptych.cluster.worker_process import Down, Launch, Loading, Stop, Up, from_process, receive, send
@@ -108,7 +109,7 @@ class LocalCluster:
         self._secret = secret
         self._limits = limits
         self.members: dict[str, LocalGroup] = {}
-        self.supervisor = Supervisor(groups, self._launch, limits, lambda info: None, self._ended)
+        self.supervisor = Supervisor(spread(groups), self._launch, limits, lambda info: None, self._ended)
 
     async def start(self) -> None:
         await self.open()

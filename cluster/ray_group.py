@@ -25,6 +25,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from diptych.cluster.config import Group
+from diptych.cluster.devices import lent_device
 from diptych.cluster.ray_registry import NAMESPACE, RayRegistry
 from diptych.contract.errors import CapacityExceeded, DiptychError, Internal, from_wire
 from diptych.contract.limits import Limits
@@ -58,7 +59,7 @@ class WorkerActor:
     def __init__(self, settings: bytes, secret: bytes, registry: Registry, epoch: str) -> None:
         from diptych.workers.worker import Worker  # here: the controller, which also loads this module, needs none
 
-        own = msgspec.msgpack.decode(settings, type=WorkerSettings)
+        own = _at_home(msgspec.msgpack.decode(settings, type=WorkerSettings))
         self._loaded = (0, 0)
         self._worker = Worker(own, secret, registry, epoch, self._note)
         self._starting: asyncio.Task[WorkerInfo] | None = None
@@ -85,6 +86,13 @@ class WorkerActor:
 
     def _note(self, done: int, total: int) -> None:
         self._loaded = (done, total)
+
+
+def _at_home(settings: WorkerSettings) -> WorkerSettings:
+    """What only the node that Ray chose can tell: which of its GPUs, and at which of its addresses."""
+    device = lent_device(settings.device, ray.get_gpu_ids())
+    host = settings.host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    return msgspec.structs.replace(settings, device=device, host=host)
 
 
 def actor_name(service: str, group: str, epoch: str) -> str:
