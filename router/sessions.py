@@ -173,6 +173,7 @@ class Session:
         while True:
             before = time.monotonic()
             await asyncio.sleep(self._limits.heartbeat)
+            self.send(wire.Beat())
             now = time.monotonic()
             if now - before > 2 * self._limits.heartbeat:
                 continue

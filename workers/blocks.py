@@ -153,11 +153,12 @@ class BlockPool:
         return count
 
     def changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Digests (gained, lost) since the last call."""
-        gained, lost = tuple(self.gained), tuple(self.lost)
+        """Digests (gained, lost) since the last call, netted out: none stands in both."""
+        touched = dict.fromkeys(self.gained + self.lost)
         self.gained.clear()
         self.lost.clear()
-        return gained, lost
+        gained = tuple(digest for digest in touched if digest in self._by_digest)
+        return gained, tuple(digest for digest in touched if digest not in self._by_digest)
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError unless the counts equal those of the holders' block tables, given as all there are."""

@@ -37,7 +37,7 @@ class Deliver(msgspec.Struct, frozen=True, tag=True):
 
 
 class Peers(msgspec.Struct, frozen=True, tag=True):
-    """All decode workers that are registered now (to a prefill engine): links are made and dropped accordingly."""
+    """All workers that are registered now (to a prefill engine, which makes links to those that decode)."""
 
     workers: tuple[WorkerInfo, ...]
 
@@ -78,12 +78,10 @@ class Emit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """The engine's load; the front stamps its clock and sends it on with each heartbeat. busy: it has work to do.
-    progress: steps completed, which must move while busy."""
+    """The engine's load, after a step or at a heartbeat: an engine that sends none for `limits.step` is dead. The front
+    stamps its clock and sends it on."""
 
     load: Load
-    busy: bool
-    progress: int
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

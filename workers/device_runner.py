@@ -26,7 +26,7 @@ from diptych.kernels.sampling import greedy
 from diptych.workers.cache import KVCache, KVLayout
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.runner import Drawn, Launch, Launched, Runner, sample_row
-from diptych.workers.sampler import Sampler, SampleRow, prompt_logprobs
+from diptych.workers.sampler import Sampler, SampleRow
 from diptych.workers.scheduler import Row, Step
 from diptych.workers.settings import WorkerSettings
 
@@ -42,9 +42,6 @@ def ladder(max_batch: int) -> list[int]:
     return [*sizes, max_batch]
 
 
-PromptLogits = tuple[int, torch.Tensor, list[int], int]
-
-
 @dataclass(frozen=True)
 class Pending:
     """A launch whose results are on their way to the host. kept: logits, when a row asked for log-probabilities."""
@@ -55,7 +52,7 @@ class Pending:
     ids: torch.Tensor
     rows: Sequence[SampleRow]
     kept: torch.Tensor | None
-    prompts: Sequence[PromptLogits]
+    prompt: dict[int, list[Logprob]]
     sampler: Sampler
 
     def result(self) -> Launch:
@@ -66,8 +63,7 @@ class Pending:
         if self.kept is not None:
             logprobs = self.sampler.logprobs(self.kept, tokens, self.rows)
         drawn = [Drawn(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
-        prompt = {index: prompt_logprobs(logits, following, n) for index, logits, following, n in self.prompts}
-        return Launch(self.step, drawn, prompt, self.started, monotonic_ns())
+        return Launch(self.step, drawn, self.prompt, self.started, monotonic_ns())
 
 
 class _Graph:
@@ -164,11 +160,11 @@ class DeviceRunner(Runner):
         picked = [row for row in rows if row.sample]
         decode_only = all(row.count == 1 and row.sample for row in rows)
         graph = next((graph for graph in self._graphs if graph.size >= len(rows)), None) if decode_only else None
-        prompts: list[PromptLogits] = []
+        prompt: dict[int, list[Logprob]] = {}
         if graph is not None:
             logits = self._replay(graph, rows)
         else:
-            logits, prompts = self._eager(rows)
+            logits, prompt = self._eager(rows)
         samples = [sample_row(row) for row in picked]
         plain = all(row.sampling.greedy and not self.sampler.changes(row) for row in samples)
         if picked and not (graph is not None and plain):
@@ -183,7 +179,7 @@ class DeviceRunner(Runner):
         if self.on_gpu:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return Pending(step, started, ready, ids, samples, kept, prompts, self.sampler)
+        return Pending(step, started, ready, ids, samples, kept, prompt, self.sampler)
 
     def _feed(self, row: Row) -> tuple[int, int]:
         """A decode row's (token, feedback): its token if the host knows it, else the last launch's row that drew it."""
@@ -207,7 +203,7 @@ class DeviceRunner(Runner):
         graph.graph.replay()
         return graph.logits
 
-    def _eager(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[PromptLogits]]:
+    def _eager(self, rows: Sequence[Row]) -> tuple[torch.Tensor, dict[int, list[Logprob]]]:
         fed = [self._feed(row) if row.count == 1 else (0, HOST) for row in rows]
         batch = self._batch(rows, [token for token, _ in fed])
         ends = (np.cumsum([row.count for row in rows]) - 1).tolist()
@@ -218,7 +214,7 @@ class DeviceRunner(Runner):
         hidden = self.decoder(batch, self.cache)
         picks = [end for end, row in zip(ends, rows, strict=True) if row.sample]
         logits = self.decoder.logits(hidden[torch.tensor(picks, device=self.device)]) if picks else hidden[:0]
-        return logits, list(self._prompt_logits(rows, hidden, ends))
+        return logits, self._prompt_logprobs(rows, hidden, ends)
 
 
 @torch.inference_mode()

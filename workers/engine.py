@@ -45,6 +45,7 @@ log = logging.getLogger("diptych.engine")
 
 TOMBSTONES = 4096
 FAILURES = 3
+REPORT_EVERY = 0.1  # seconds between two reports of a busy engine
 
 
 class Engine:
@@ -110,25 +111,31 @@ class Engine:
             self._commit_all()  # penalties count tokens that must be on the host first
         try:
             self._launched.append(self.runner.launch(step))
-            self.failures = 0
-        except Exception as error:
-            # The step's own requests fail; everybody else goes on. A device that fails every step is lost.
-            log.exception("step %d failed", step.number)
-            self.failures += 1
-            self._abort(step, Internal(f"A step failed: {error}"))
-            if self.failures >= FAILURES:
-                raise Internal(f"{FAILURES} steps in a row failed, the last with {error!r}.") from error
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this step's
+            self._step_failed(step, error)
 
     def _commit_all(self, keep: int = 0) -> None:
         while len(self._launched) > keep:
-            self.commit(self._launched.popleft())
+            launched = self._launched.popleft()
+            try:
+                launch = launched.result()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is that step's
+                self._step_failed(launched.step, error)
+                continue
+            self.failures = 0
+            self._commit(launch)
 
-    def _abort(self, step: Step, error: DiptychError) -> None:
+    def _step_failed(self, step: Step, error: Exception) -> None:
+        """The step's own requests fail; everybody else goes on. A device that fails every step is lost."""
+        log.error("step %d failed", step.number, exc_info=error)
+        self.failures += 1
         for row in step.rows:
             row.seq.in_flight -= 1
             row.seq.pending -= row.sample
             self._settle_blocks(row.seq)
-            self.end(row.seq, "error", error)
+            self.end(row.seq, "error", Internal(f"A step failed: {error}"))
+        if self.failures >= FAILURES:
+            raise Internal(f"{FAILURES} steps in a row failed, the last with {error!r}.") from error
 
     # ── messages ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -160,8 +167,9 @@ class Engine:
                 return  # repeated
             try:
                 self._accept(asked, message.session)
-            except DiptychError as error:
-                self._emit(message.session, Ended(asked.request.key, "error", code=error.code, message=str(error)))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's
+                told = error if isinstance(error, DiptychError) else Internal(f"The request was not taken: {error!r}")
+                self._emit(message.session, Ended(asked.request.key, "error", code=told.code, message=str(told)))
 
     def _accept(self, asked: Reserve | Prefill | Generate, session: str) -> None:
         request = asked.request
@@ -268,16 +276,17 @@ class Engine:
     def report_due(self) -> None:
         self._report_due = True
 
-    def fail(self, key: Key, error: DiptychError) -> None:
+    def forsake(self, key: Key, error: DiptychError) -> None:
+        """KV that a reservation waits for will not come. A sequence that no longer waits (it was revoked and is
+        prefilled here) goes on."""
         seq = self.sequences.get(key)
-        if seq is not None:
+        if seq is not None and seq.state is State.RESERVED:
             self.end(seq, "error", error)
 
     # ── commit ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def commit(self, launched: Launched) -> None:
+    def _commit(self, launch: Launch) -> None:
         """Applies a step's results: tokens go out, sequences end, move on, or are handed over."""
-        launch = launched.result()
         self.step_ns = launch.finished - max(launch.started, self._drawn_at)
         self._drawn_at = launch.finished
         drawn = iter(launch.drawn)
@@ -398,7 +407,9 @@ class Engine:
 
     def _report(self) -> None:
         now = monotonic_ns()
-        if not self._report_due or (now - self._reported < 100_000_000 and self._busy):
+        since = (now - self._reported) / 1e9
+        due = self._report_due and not (self._busy and since < REPORT_EVERY)
+        if not due and since < self.limits.heartbeat:
             return
         if not self._busy and self.settings.check_integrity:
             self.check_integrity()
@@ -421,7 +432,7 @@ class Engine:
             lost=lost,
             draining=self.draining,
         )
-        self.channel.send(Report(load, self._busy, scheduler.steps))
+        self.channel.send(Report(load))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the pool's books agree with every holder there is."""

@@ -35,6 +35,8 @@ from diptych.workers.runner import Runner
 from diptych.workers.sampler import Sampler
 from diptych.workers.settings import WorkerSettings
 
+SAMPLES = 64  # pieces of 4 KiB that the digest reads of each weight file
+
 
 def main() -> int:
     _die_with_parent()
@@ -118,7 +120,7 @@ def build(launch: Launch, channel: EngineChannel) -> tuple[Engine, Up]:
 
 def model_digest(settings: WorkerSettings, layout: KVLayout) -> str:
     """Of all that prefill and decode must agree on: the model's configuration, which tensors its files hold, the
-    cache's layout, the protocol. Weights themselves are not read again for it: their files' headers are."""
+    cache's layout, the protocol, and a sample of the weights, so that two fine-tunes of one model do not pair up."""
     digest = hashlib.blake2b(digest_size=16)
     folder = Path(settings.model)
     digest.update((folder / "config.json").read_bytes())
@@ -126,8 +128,12 @@ def model_digest(settings: WorkerSettings, layout: KVLayout) -> str:
     for path in sorted(folder.glob("*.safetensors")) if settings.load_format != "dummy" else ():
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            digest.update(f"{path.name}|{path.stat().st_size}".encode())
+            total = path.stat().st_size
+            digest.update(f"{path.name}|{total}".encode())
             digest.update(file.read(min(size, 1 << 24)))
+            for part in range(SAMPLES):
+                file.seek(8 + size + (total - 8 - size) * part // SAMPLES)
+                digest.update(file.read(4096))
     return digest.hexdigest()
 
 

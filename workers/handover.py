@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diptych.handover")
 
+RETRY_FIRST, RETRY_LAST = 0.5, 10.0  # seconds between two attempts to link to the same worker
+
 
 Event = ReceiverEvent | LinkUp | LinkDown | SendClosed
 
@@ -62,6 +65,7 @@ class Handover:
         self._links: dict[str, SendLink] = {}
         self._up: set[str] = set()
         self._peers: dict[str, int] = {}
+        self._retry: dict[str, tuple[float, float]] = {}  # decode worker → (pause after a failure, not before)
         self._carriers: dict[Key, str] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.landings = Landings()
@@ -97,8 +101,13 @@ class Handover:
         """Makes links to decode workers that have none. A link whose worker left ends by itself, by its socket."""
         if self.settings.role != "prefill":
             return
-        for worker in workers:
-            if worker.role == "decode" and worker.digest == self.digest and worker.id not in self._links:
+        now = time.monotonic()
+        wanted = [worker for worker in workers if worker.role == "decode" and worker.digest == self.digest]
+        self._retry = {worker.id: self._retry[worker.id] for worker in wanted if worker.id in self._retry}
+        for worker in wanted:
+            pause, due = self._retry.get(worker.id, (RETRY_FIRST, 0.0))
+            if worker.id not in self._links and now >= due:
+                self._retry[worker.id] = (min(2 * pause, RETRY_LAST), now + pause)
                 settings = self.settings
                 link = SendLink(
                     worker,
@@ -127,8 +136,8 @@ class Handover:
     def finish(self, seq: Sequence, first_token: int) -> None:
         """Queues what is left, then the end mark with the token that seeds decode."""
         assert seq.decode is not None
-        self.send(seq, seq.prompt_len)
         if self._begin(seq):
+            self.send(seq, seq.prompt_len)
             self._links[seq.decode].queue(SendFinish(seq.key, seq.prompt_len, first_token))
 
     def _begin(self, seq: Sequence) -> bool:
@@ -184,13 +193,14 @@ class Handover:
             self.landings.close(landing.key)
             engine.arrived(landing.key, event.first_token, self._receive_stage(landing))
         elif isinstance(event, Forsaken):
-            engine.fail(event.key, event.error)
+            engine.forsake(event.key, event.error)
         elif isinstance(event, SendClosed):
             self._release(event.key)
             peer = self._carriers.pop(event.key, "")
             engine.handed(event.key, event.error, self._send_stage(event, peer))
         elif isinstance(event, LinkUp):
             self._up.add(event.peer)
+            self._retry.pop(event.peer, None)
         elif isinstance(event, LinkDown):
             self._link_down(event, engine)
         elif isinstance(event, PeerUp):
@@ -219,10 +229,10 @@ class Handover:
         left = self._peers.get(event.peer, 0) - 1
         if left > 0:
             self._peers[event.peer] = left
-        else:
-            self._peers.pop(event.peer, None)
+            return  # it has linked anew; what the old link owed ends with the sender's own word
+        self._peers.pop(event.peer, None)
         for key in self.landings.from_sender(event.peer):
-            engine.fail(key, event.error)
+            engine.forsake(key, event.error)
 
     def _receive_stage(self, landing: Landing) -> Stage | None:
         if not landing.messages:

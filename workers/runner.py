@@ -6,7 +6,6 @@ sampler; knows no queues.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -21,6 +20,8 @@ from diptych.workers.cache import KVCache
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.sampler import Sampler, SampleRow, prompt_logprobs
 from diptych.workers.scheduler import Row, Step
+
+PROMPT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class Launch:
 
 class Launched(Protocol):
     """A step that was launched and may still run."""
+
+    @property
+    def step(self) -> Step: ...
 
     def result(self) -> Launch:
         """Waits for the device; the step's results."""
@@ -87,10 +91,7 @@ class Runner:
         hidden = self.decoder(batch, self.cache)
         ends = (np.cumsum([row.count for row in rows]) - 1).tolist()
         picks = [end for end, row in zip(ends, rows, strict=True) if row.sample]
-        prompt = {
-            index: prompt_logprobs(logits, following, count)
-            for index, logits, following, count in self._prompt_logits(rows, hidden, ends)
-        }
+        prompt = self._prompt_logprobs(rows, hidden, ends)
         drawn: list[Drawn] = []
         if picks:
             wanted = hidden if len(picks) == len(hidden) else hidden[torch.tensor(picks, device=hidden.device)]
@@ -135,14 +136,20 @@ class Runner:
             max_context=max(contexts),
         )
 
-    def _prompt_logits(
-        self, rows: Seq[Row], hidden: torch.Tensor, ends: Seq[int]
-    ) -> Iterator[tuple[int, torch.Tensor, list[int], int]]:
-        """For rows whose request asks for prompt log-probabilities: (row index, logits after its prompt tokens, the
-        tokens that follow them, alternatives)."""
+    def _prompt_logprobs(self, rows: Seq[Row], hidden: torch.Tensor, ends: Seq[int]) -> dict[int, list[Logprob]]:
+        """For rows whose request asks: the log-probability of each prompt token that follows a token of this chunk.
+
+        Logits of a few rows at a time: a whole chunk's would take gigabytes at a large vocabulary.
+        """
+        found: dict[int, list[Logprob]] = {}
         for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
             seq, count = row.seq, row.seq.request.prompt_logprobs
             following = seq.tokens[row.start + 1 : min(row.start + row.count + 1, seq.prompt_len)]
-            if count is not None and following and not seq.generated:
-                first = end + 1 - row.count
-                yield index, self.decoder.logits(hidden[first : first + len(following)]), following, count
+            if count is None or not following or seq.generated:
+                continue
+            first, found[index] = end + 1 - row.count, []
+            for at in range(0, len(following), PROMPT_ROWS):
+                part = following[at : at + PROMPT_ROWS]
+                logits = self.decoder.logits(hidden[first + at : first + at + len(part)])
+                found[index] += prompt_logprobs(logits, part, count)
+        return found

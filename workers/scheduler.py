@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from diptych.workers.blocks import BlockPool
 from diptych.workers.sequence import Sequence, State
 
 OVERTAKES = 4
+LOOKAHEAD = 8  # waiting reservations that one turn looks at
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,13 @@ class Scheduler:
 
     def grants(self) -> Iterator[Sequence]:
         """Gives blocks for the prompt plus one (if it can ever need that one) to waiting reservations; yields each that
-        it served."""
-        for seq in list(self.block_wait):
+        it served.
+
+        Whoever had to make room comes back first: new reservations would else take every block that it waits for.
+        """
+        if self.waiting:
+            return
+        for seq in list(islice(self.block_wait, LOOKAHEAD)):
             if len(self.running) + len(self.reserved) >= self.max_batch:
                 return
             if self._grant(seq):
@@ -163,10 +170,10 @@ class Scheduler:
             budget -= self._chunk(seq, budget, rows)
         while self.waiting and budget > 0:
             seq = self.waiting[0]
-            if seq.pending or not self._start(seq):
+            if seq.in_flight or not self._start(seq):
                 break
             budget -= self._chunk(seq, budget, rows)
-        if not rows:
+        if not rows and not preempted and not revoked:
             return None
         for row in rows:
             row.seq.computed += row.count
@@ -209,8 +216,7 @@ class Scheduler:
         victim.blocks = []
         victim.computed = victim.published = victim.held = 0
         victim.target = len(victim.tokens) + victim.pending
-        victim.state = State.WAITING
-        self.waiting.appendleft(victim)
+        self.enqueue(victim)
 
     def _chunk(self, seq: Sequence, budget: int, rows: list[Row]) -> int:
         count = min(budget, seq.target - seq.computed)
@@ -241,6 +247,7 @@ class Scheduler:
         seq.published = len(found)
         if not seq.generated:
             seq.cached = seq.computed
+            seq.prompt_logprobs.clear()  # a prompt that was preempted half-way is computed from its start again
         seq.state = State.RUNNING
         self._insert(seq)
         return True

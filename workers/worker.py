@@ -8,6 +8,7 @@ actor and in a plain process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import os
@@ -16,7 +17,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import islice
 
 import grpc
 import msgspec
@@ -24,6 +26,7 @@ import msgspec
 from diptych.contract.errors import DiptychError, Internal, LayoutMismatch, Unauthenticated, from_wire
 from diptych.contract.registry import Registry
 from diptych.contract.wire import (
+    BEAT,
     PROTOCOL,
     SESSION_METHOD,
     Challenge,
@@ -54,6 +57,7 @@ from diptych.workers.settings import WorkerSettings
 log = logging.getLogger("diptych.front")
 
 OUTBOX = 10_000
+SNAPSHOT = 4096  # digests that a new session is told: a hint of what is cached, the newest first
 
 
 def now_pair() -> tuple[int, int]:
@@ -97,12 +101,13 @@ class Worker:
         self.info: WorkerInfo | None = None
         self._sessions: dict[str, Session] = {}
         self._load = Load(clock=(0, 0))
-        self._report: Report | None = None
-        self._moved = time.monotonic()
+        self._heard = time.monotonic()
+        self._held: dict[bytes, None] = {}  # digests of cached prefix blocks, for sessions that open later
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._server: grpc.aio.Server | None = None
+        self._channel: FrontChannel | None = None
         self._stopping = False
 
     # ── life ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,7 +141,7 @@ class Worker:
             transport=up.transport,
             device=up.device,
         )
-        self._tasks = [asyncio.create_task(run()) for run in (self._pump, self._renew, self._watch)]
+        self._tasks = [asyncio.create_task(self._guarded(run)) for run in (self._pump, self._renew, self._watch)]
         await self._register()
         return self.info
 
@@ -160,7 +165,7 @@ class Worker:
     async def _until_up(self) -> Up:
         while True:
             try:
-                message = await self._channel.receive()
+                message = await self._engine.receive()
             except EOFError as error:
                 raise Internal(
                     f"The engine of {self.id} ended while it started (exit code {self._exit_code()})."
@@ -198,11 +203,17 @@ class Worker:
     async def stop(self, drain: bool = True) -> None:
         """Ends the group: with `drain` it first finishes what it has, within `limits.drain`."""
         if drain and not self._ended.done() and self.info is not None:
-            self._channel.send(Drain())
+            self._engine.send(Drain())
             deadline = time.monotonic() + self.limits.drain
-            while time.monotonic() < deadline and self._report is not None and self._busy():
+            # What the load says before the engine has taken note of the drain is old.
+            while time.monotonic() < deadline and (not self._load.draining or self._busy()):
                 await asyncio.sleep(0.05)
         await self._end("It was stopped.")
+
+    @property
+    def _engine(self) -> FrontChannel:
+        assert self._channel is not None
+        return self._channel
 
     def _busy(self) -> bool:
         load = self._load
@@ -215,26 +226,34 @@ class Worker:
             await asyncio.shield(self._ended)
             return
         self._stopping = True
-        if self._process is not None:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait, self.limits.kill + 10)
-        for session in self._sessions.values():
-            session.put(None)
-        current = asyncio.current_task()
-        for task in self._tasks:
-            if task is not current:
-                task.cancel()
+        try:
+            if self._process is not None:
+                self._process.kill()
+            for session in self._sessions.values():
+                session.put(None)
+            current = asyncio.current_task()
+            for task in self._tasks:
+                if task is not current:
+                    task.cancel()
+            await self._leave()
+        finally:
+            if not self._ended.done():
+                self._ended.set_result(reason)
+
+    async def _leave(self) -> None:
+        """What can be done for others, each with a limit; a process that the kernel cannot reap (a faulty device) must
+        not keep the group's end from being told."""
+        if self._process is not None and await asyncio.to_thread(self._exit_code) is None:
+            log.error("the engine of %s was killed and is not gone after %.0f s", self.id, self.limits.kill)
         if self._server is not None:
             await self._server.stop(0.2)
         if self.info is not None:
             try:
                 await asyncio.wait_for(self.registry.remove(self.id), self.limits.heartbeat)
             except (DiptychError, TimeoutError) as error:
-                log.info("the registry did not take the leave of %s: %s", self.id, error)
-        if hasattr(self, "_channel"):
+                log.info("the registry did not take the leave of %s: %r", self.id, error)
+        if self._channel is not None:
             self._channel.close()
-        if not self._ended.done():
-            self._ended.set_result(reason)
 
     def _exit_code(self) -> int | None:
         if self._process is None:
@@ -244,6 +263,14 @@ class Worker:
         except subprocess.TimeoutExpired:
             return None
 
+    async def _guarded(self, run: Callable[[], Awaitable[None]]) -> None:
+        """A background task that fails ends the group: half a front would look healthy for ever."""
+        try:
+            await run()
+        except Exception as error:
+            log.exception("%s of %s failed", run.__name__, self.id)
+            await self._end(f"The front failed: {error!r}")
+
     # ── background ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _pump(self) -> None:
@@ -251,7 +278,7 @@ class Worker:
         reason = "The engine ended."
         try:
             while True:
-                message = await self._channel.receive()
+                message = await self._engine.receive()
                 if isinstance(message, Emit):
                     session = self._sessions.get(message.session)
                     if session is not None:
@@ -266,11 +293,12 @@ class Worker:
         await self._end(reason)
 
     def _note(self, report: Report) -> None:
-        if self._report is None or report.progress != self._report.progress or not report.busy:
-            self._moved = time.monotonic()
+        self._heard = time.monotonic()
         relinked = report.load.links != self._load.links
-        self._report = report
         self._load = report.load
+        self._held |= dict.fromkeys(report.load.gained)
+        for digest in report.load.lost:
+            self._held.pop(digest, None)
         if report.load.gained or report.load.lost or relinked:
             # Deltas must reach every session once, and a new link is usable now; the rest waits for the heartbeat.
             for session in self._sessions.values():
@@ -299,7 +327,7 @@ class Worker:
                 table = await asyncio.wait_for(self.registry.table(), self.limits.register)
                 seen = time.monotonic()
                 if self.settings.role == "prefill":
-                    self._channel.send(Peers(table.workers))
+                    self._engine.send(Peers(table.workers))
             except (DiptychError, TimeoutError) as error:
                 log.warning("registry: %s", error)
                 if time.monotonic() - seen > self.limits.orphan:
@@ -308,11 +336,12 @@ class Worker:
             await asyncio.sleep(self.limits.register / 4)
 
     async def _watch(self) -> None:
-        """Forward progress is health: an engine that is busy and completes no step within `limits.step` is dead."""
+        """Forward progress is health: an engine reports after each step and at each heartbeat; one that does neither
+        within `limits.step` is dead, whatever its process does."""
+        self._heard = time.monotonic()
         while True:
             await asyncio.sleep(self.limits.heartbeat)
-            busy = self._report is not None and self._report.busy
-            if busy and time.monotonic() - self._moved > self.limits.step:
+            if time.monotonic() - self._heard > self.limits.step:
                 await self._end(f"The engine completed no step for {self.limits.step:.0f} s.")
                 return
 
@@ -340,13 +369,14 @@ class Worker:
         reader = asyncio.create_task(self._read(requests, session))
         try:
             yield pack(Welcome(self.info, now_pair()))
-            yield pack(self._stamped())
+            held = tuple(islice(reversed(self._held), SNAPSHOT))
+            yield pack(msgspec.structs.replace(self._stamped(), gained=held))
             async for message in self._outgoing(session):
                 yield message
         finally:
             reader.cancel()
             del self._sessions[session.id]
-            self._channel.send(SessionGone(session.id))
+            self._engine.send(SessionGone(session.id))
         if self._stopping:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"Worker {self.id} has ended.")
 
@@ -368,8 +398,11 @@ class Worker:
             yield message
 
     async def _read(self, requests: AsyncIterator[bytes], session: Session) -> None:
-        async for message in requests:
-            self._channel.send(Deliver(session.id, message))
+        with contextlib.suppress(StopAsyncIteration, TimeoutError):
+            while True:
+                message = await asyncio.wait_for(anext(requests), self.limits.lease)
+                if message != BEAT:
+                    self._engine.send(Deliver(session.id, message))
         session.put(None)
 
     def _hello(self, message: bytes) -> Hello:

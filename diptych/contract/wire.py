@@ -97,6 +97,11 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     reason: str = "cancelled"
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A router's heartbeat, every `limits.heartbeat`: a session that brings nothing for `limits.lease` is broken. A
+    router that is stopped rather than dead keeps its connection open, and would else hold its requests for ever."""
+
+
 # worker → router
 
 
@@ -217,7 +222,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     device: str = "cpu"
 
 
-ToWorker = Hello | Proof | Reserve | Prefill | Start | Generate | Cancel
+ToWorker = Hello | Proof | Beat | Reserve | Prefill | Start | Generate | Cancel
 ToRouter = Challenge | Welcome | Granted | Step | Ended | Load
 
 _encoder = msgspec.msgpack.Encoder()
@@ -228,6 +233,9 @@ to_router = msgspec.msgpack.Decoder(ToRouter)
 def pack(message: msgspec.Struct) -> bytes:
     """One message as bytes. Read it with `to_worker.decode` or `to_router.decode`."""
     return _encoder.encode(message)
+
+
+BEAT = pack(Beat())
 
 
 def hello_proof(

@@ -12,6 +12,7 @@ import grpc
 
 from diptych.contract.request import Key, Request
 from diptych.contract.wire import (
+    BEAT,
     SESSION_METHOD,
     Challenge,
     Ended,
@@ -81,7 +82,13 @@ class Probe:
         self._outbox.put_nowait(pack(message))
 
     async def _messages(self) -> AsyncIterator[bytes]:
-        while (message := await self._outbox.get()) is not None:
+        while True:
+            try:
+                message = await asyncio.wait_for(self._outbox.get(), 0.3)
+            except TimeoutError:
+                message = BEAT
+            if message is None:
+                return
             yield message
 
     async def until(self, condition: object, limit: float = LIMIT) -> None:

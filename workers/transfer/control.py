@@ -83,12 +83,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The payload left the staging slot. wanted: False when nobody here waits for this request any more.
-    unpack_ns: what copying it into blocks took."""
+    """The payload left the staging slot. wanted: False when nobody here waits for this request any more."""
 
+    key: Key
     number: int
     wanted: bool
-    unpack_ns: int = 0
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):

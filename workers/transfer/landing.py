@@ -34,6 +34,7 @@ class Landing:
         self.unpack_ns = 0
         self.first_ns = 0
         self.last_ns = 0
+        self._busy_until = 0
         self._blocks = list(blocks)
         self._lock = Lock()
         self._open = True
@@ -53,12 +54,16 @@ class Landing:
                 )
             start = monotonic_ns()
             unpack_tokens(slab, self.cache.pages, self._blocks, first, count)
+            if slab.is_cuda:  # launched is not written: the blocks may be given away as soon as the lock is free
+                torch.cuda.current_stream(slab.device).synchronize()
             self.received += count
             self.bytes += slab.numel() * slab.element_size()
             self.messages += 1
             self.first_ns = self.first_ns or wire[0]
             self.last_ns = monotonic_ns()
-            self.wire_ns += wire[1] - max(wire[0], self.first_ns)
+            # Payloads may overlap on the wire: the union of their intervals, so that bytes over it is a true rate.
+            self.wire_ns += max(0, wire[1] - max(wire[0], self._busy_until))
+            self._busy_until = max(self._busy_until, wire[1])
             self.unpack_ns += self.last_ns - start
             return True
 

@@ -112,7 +112,9 @@ class GlooPair:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise TransferFailed(f"The two-rank group failed: {str(error).splitlines()[0]}") from error
+            what = str(error).splitlines()[0]
+            kind = TransferTimeout if "Timed out" in what else TransferFailed
+            raise kind(f"The two-rank group failed: {what}") from error
 
     def answer(self, alive: Callable[[], None]) -> None:
         """Tells the sender that a payload arrived."""
@@ -206,9 +208,12 @@ class Slots:
     def clear(self, number: int, size: int) -> torch.Tensor:
         """The buffer to receive into, its trailer wiped."""
         buffer = self.wire(number, size)
-        buffer[size:] = 0
-        if self._stream is not None and buffer.is_cuda:
-            torch.cuda.current_stream(buffer.device).synchronize()
+        if self._stream is None:
+            buffer[size:] = 0
+            return buffer
+        with torch.cuda.stream(self._stream):
+            buffer[size:] = 0
+        self._stream.synchronize()
         return buffer
 
     def empty(self, number: int, size: int, unpack: Callable[[torch.Tensor], bool]) -> bool:

@@ -6,16 +6,26 @@ the engine may close at any moment. So a cancel frees blocks at once, and stagin
 
 from __future__ import annotations
 
+import logging
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Event, Thread
+from threading import BoundedSemaphore, Thread
 from time import monotonic_ns
 from typing import Any
 
 import torch
 
-from diptych.contract.errors import DiptychError, Internal, PrefillLost, TransferCorrupt, TransferFailed
+from diptych.contract.errors import (
+    Cancelled,
+    DiptychError,
+    Internal,
+    PrefillLost,
+    TransferCorrupt,
+    TransferFailed,
+    from_wire,
+)
 from diptych.contract.limits import Limits
 from diptych.contract.request import Key
 from diptych.workers.cache import KVLayout
@@ -35,6 +45,10 @@ from diptych.workers.transfer.control import (
 )
 from diptych.workers.transfer.landing import Landing, Landings
 from diptych.workers.transfer.pair import RECEIVER, Pair, Slots, Transport, host_store, make_pair
+
+log = logging.getLogger("diptych.transfer")
+
+STRANGERS = 64  # connections whose opening is not complete, each at most `limits.handshake` old
 
 
 @dataclass(frozen=True)
@@ -94,22 +108,28 @@ class Receiver(Thread):
         self.store, self.store_address = host_store(host, limits.handshake)
         self._listener = socket.create_server((host, 0), backlog=64)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
-        self._stop = Event()
+        self._strangers = BoundedSemaphore(STRANGERS)
+
+    def known(self) -> None:
+        """A connection's opening is over, well or ill."""
+        self._strangers.release()
 
     def run(self) -> None:
+        """Lives as long as the process: an error of one connection (or too many open files) must not keep prefill
+        workers from linking to a decode worker that looks healthy."""
         self._listener.settimeout(self.limits.heartbeat)
-        while not self._stop.is_set():
+        while True:
             try:
                 sock, _ = self._listener.accept()
+                if self._strangers.acquire(blocking=False):
+                    ReceiveLink(self, sock).start()
+                else:
+                    sock.close()
             except TimeoutError:
                 continue
-            except OSError:
-                return
-            ReceiveLink(self, sock).start()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._listener.close()
+            except (OSError, RuntimeError):
+                log.exception("a link was not taken")
+                time.sleep(self.limits.heartbeat)
 
 
 @dataclass
@@ -133,7 +153,10 @@ class ReceiveLink(Thread):
     def run(self) -> None:
         error: DiptychError = TransferFailed("The link was closed.")
         try:
-            self._open()
+            try:
+                self._open()
+            finally:
+                self.receiver.known()
             self.receiver.post(PeerUp(self.sender))
             self._serve()
         except DiptychError as failure:
@@ -171,7 +194,8 @@ class ReceiveLink(Thread):
                 self._finish(frame)
             elif isinstance(frame, Abandon):
                 self._complete_all()
-                self.receiver.post(Forsaken(frame.key, TransferFailed(f"Prefill gave up: {frame.message}")))
+                if frame.code != Cancelled.__name__:  # who cancelled prefill, the router, tells decode itself
+                    self.receiver.post(Forsaken(frame.key, from_wire(frame.code, frame.message)))
             elif isinstance(frame, Ping):
                 self.control.write(Pong())
             else:
@@ -208,7 +232,7 @@ class ReceiveLink(Thread):
         self._pair.finish(incoming.works, self.control.check)
         end = monotonic_ns()
         self._pair.answer(self.control.check)
-        self.control.write(Done(piece.number, self._land(piece, (incoming.start, end))))
+        self.control.write(Done(piece.key, piece.number, self._land(piece, (incoming.start, end))))
 
     def _land(self, piece: Piece, wire: tuple[int, int]) -> bool:
         landing = self.receiver.landings.find(piece.key)
@@ -239,7 +263,8 @@ class ReceiveLink(Thread):
             return
         due = (landing.total, landing.total, landing.messages)
         got = (landing.received, frame.total, frame.pieces)
-        if due != got or not landing.close():
+        landing.close()
+        if due != got:
             error = TransferCorrupt(f"Decode holds (tokens, of, messages) {got} where {due} were due.")
             self.receiver.post(Forsaken(frame.key, error))
             self.control.write(Accepted(frame.key, error.code, str(error)))

@@ -1,8 +1,8 @@
 """One link at prefill: a thread that owns a control socket and a pair, and sends what the engine queues, in order.
 
 It never touches the engine's state: it reads blocks that the engine holds for it (a transfer is a holder like a
-sequence), and reports through `post`. Each request that was ever queued gets exactly one `SendClosed`, after which the
-thread reads its blocks no more.
+sequence), and reports through `post`. A request that was queued gets one `SendClosed`, after which the thread reads its
+blocks no more; those queued when the thread had ended already are covered by its `LinkDown`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import Event, Thread
+from threading import Thread
 from time import monotonic_ns
 
 import torch
@@ -50,7 +50,7 @@ class LinkUp:
 
 @dataclass(frozen=True)
 class LinkDown:
-    """The link is gone with all it had open; `SendClosed` came for each request before."""
+    """The link is gone with all it had open; the thread reads nothing any more."""
 
     peer: str
     error: DiptychError
@@ -147,12 +147,11 @@ class SendLink(Thread):
         self.cache, self.host, self.limits, self.post, self.delay_s = cache, host, limits, post, delay_s
         self.message_bytes = max(message_bytes, cache.layout.token_bytes)
         self.transport, self.device = transport, str(cache.data.device)
-        self._jobs: queue.SimpleQueue[SendTokens | SendFinish | SendAbandon | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[SendTokens | SendFinish | SendAbandon] = queue.SimpleQueue()
         self._cancelled: set[Key] = set()  # set.add and `in` are atomic under the interpreter's lock
         self._open: dict[Key, _Open] = {}
         self._flights: list[_Flight] = []
         self._numbers = 0
-        self._stop = Event()
         self._control: Control | None = None
         self._pair: Pair | None = None
 
@@ -166,14 +165,10 @@ class SendLink(Thread):
         self._cancelled.add(key)
         self._jobs.put(SendAbandon(key, code, message))
 
-    def close(self) -> None:
-        self._stop.set()
-        self._jobs.put(None)
-
     # ── the thread's side ──────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> None:
-        error: DiptychError = TransferFailed(f"The link to {self.peer.id} was closed.")
+        error: DiptychError
         try:
             control = self._connect()
             self.post(LinkUp(self.peer.id))
@@ -215,7 +210,9 @@ class SendLink(Thread):
         return control
 
     def _serve(self, control: Control) -> None:
-        while not self._stop.is_set():
+        while True:
+            if self._jobs.empty():
+                self._settle()  # or a payload's end would be noted only when the next job comes
             try:
                 job = self._jobs.get(timeout=self.limits.heartbeat)
             except queue.Empty:
@@ -296,10 +293,8 @@ class SendLink(Thread):
         self._control.check()
 
     def _note(self, done: Done) -> None:
-        if not done.wanted:
-            for flight in self._flights:
-                if flight.number == done.number and flight.key in self._open:
-                    self._open[flight.key].dropped = True
+        if not done.wanted and done.key in self._open:
+            self._open[done.key].dropped = True
 
     def _finish(self, control: Control, job: SendFinish) -> None:
         entry = self._open.setdefault(job.key, _Open())
@@ -336,5 +331,4 @@ class SendLink(Thread):
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 return
-            if job is not None:
-                self._open.setdefault(job.key, _Open())
+            self._open.setdefault(job.key, _Open())
