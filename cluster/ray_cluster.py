@@ -16,6 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +35,42 @@ STOP_LIMIT = 10.0  # seconds from shutdown to the last process of a cluster of o
 
 
 class RayCluster:
-    """A connection to a cluster, `own` if it was started here. Use `connect`; call `stop` once."""
+    """A connection to a cluster, `own` if it was started here. Use `connect`; call `stop` once. before: processes below
+    this one that are not the cluster's, since they were there first."""
 
-    def __init__(self, own: bool, address: str, folder: Path | None = None, token: str | None = None) -> None:
+    def __init__(
+        self,
+        own: bool,
+        address: str,
+        folder: Path | None = None,
+        token: str | None = None,
+        before: Collection[int] = (),
+    ) -> None:
         self.own = own
         self.address = address
         self.folder = folder
         self._token_before = token
+        self._children_before = frozenset(before)
 
     def stop(self) -> None:
         """Leaves the cluster; ends it, waits for its last process and removes its folder if it is our own."""
         if not self.own:
             ray.shutdown()
             return
-        members = descendants(os.getpid())
+        members = self._members()
         ray.shutdown()
         _bury(members)
         _restore(self._token_before)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _members(self) -> list[int]:
+        """Processes of a cluster of our own: all that came below this one since its start, but for what descends from
+        its other children."""
+        strangers = set(self._children_before)
+        for pid in self._children_before:
+            strangers.update(descendants(pid))
+        return [pid for pid in descendants(os.getpid()) if pid not in strangers]
 
 
 def connect(mode: str, cpus: float, gpus: float = 0.0) -> RayCluster:
@@ -85,6 +103,7 @@ def _start(cpus: float, gpus: float) -> RayCluster:
     token.write_text(secrets.token_hex(32))
     os.environ[TOKEN_PATH] = str(token)
     _forget_token()
+    strangers = descendants(os.getpid())
     try:
         context = _init(
             address="local",
@@ -98,7 +117,7 @@ def _start(cpus: float, gpus: float) -> RayCluster:
         _restore(before)
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return RayCluster(True, context.address_info["gcs_address"], folder, before)
+    return RayCluster(True, context.address_info["gcs_address"], folder, before, strangers)
 
 
 def _join(address: str) -> RayCluster:
