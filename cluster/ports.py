@@ -30,9 +30,10 @@ class PortLease:
     def take(cls, host: str, port: int) -> PortLease:
         """port 0 picks a free one. Raises `ConfigInvalid` naming the port when somebody listens on it or has it."""
         found = _bind(host, port)
-        path = Path(tempfile.gettempdir()) / f"diptych-port-{found}.lock"
+        # A name for each user: one user's file could not be opened by the next. Between users the bind above decides.
+        path = Path(tempfile.gettempdir()) / f"diptych-port-{found}-{os.getuid()}.lock"
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise ConfigInvalid(f"Port {found} cannot be locked with {path}: {error.strerror}.") from None
         try:
