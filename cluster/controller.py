@@ -45,6 +45,7 @@ class Controller:
     def __init__(
         self, service: str, groups: bytes, secret: bytes, limits: bytes, actor: type[WorkerActor] = WorkerActor
     ) -> None:
+        self._service = service
         self._groups = msgspec.msgpack.decode(groups, type=list[Group])
         self._limits = msgspec.msgpack.decode(limits, type=Limits)
         # A restarted controller must answer with higher versions than its predecessor did: wall time only rises here.
@@ -88,7 +89,11 @@ class Controller:
 
     async def _open(self) -> None:
         """Adopts first; each adopted group's entry is in the table before the first answer, or its start has failed."""
-        adopted = self._launcher.adopt(self._groups)
+        try:
+            adopted = self._launcher.adopt(self._groups)
+        except Exception:
+            log.exception("what a predecessor left cannot be adopted; Ray starts this controller again")
+            os._exit(1)
         self._supervisor.start(dict(adopted))
         await asyncio.gather(*(group.start() for group in adopted.values()), return_exceptions=True)
         self._adopted.set()
@@ -97,14 +102,32 @@ class Controller:
         while time.monotonic() - self._pinged < self._limits.orphan:
             await asyncio.sleep(self._limits.heartbeat)
         log.warning("No word from the launcher for %g s: ending the service.", self._limits.orphan)
-        await self._supervisor.stop(drain=False)
+        await asyncio.gather(self._end_application(), self._supervisor.stop(drain=False))
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def _end_application(self) -> None:
+        """The routers, which the launcher would have ended. Serve's calls block, so they get a thread, and a limit: a
+        Serve that does not answer must not keep this actor alive."""
+        try:
+            await asyncio.wait_for(asyncio.to_thread(_delete_application, self._service), self._limits.drain + 20.0)
+        except Exception:
+            log.exception("the routers could not be ended")
 
     def _started(self, info: WorkerInfo) -> None:
         self._rows.renew(info, time.monotonic())
 
     def _ended(self, info: WorkerInfo) -> None:
         self._rows.remove(info.id, time.monotonic())
+
+
+def _delete_application(name: str) -> None:
+    """The Serve application `name`, if there is one, and Serve itself when it then holds nothing."""
+    from ray import serve  # here: it takes a second to load, and only an orphan needs it
+
+    if name in serve.status().applications:
+        serve.delete(name)
+        if not serve.status().applications:
+            serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def make_controller(

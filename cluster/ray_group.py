@@ -166,7 +166,9 @@ class RayLauncher:
         adopted: dict[str, RayGroup] = {}
         for name in self._actor_names():
             group = name.split("/")[1]
-            actor = ray.get_actor(name, namespace=NAMESPACE)
+            actor = _actor_named(name)
+            if actor is None:
+                continue  # it died since it was listed; its place goes below
             if group in wanted and group not in adopted:
                 adopted[group] = RayGroup(name, actor, _place_named(name), self._limits)
             else:
@@ -233,6 +235,13 @@ def _resources() -> tuple[list[dict[str, float]], dict[str, float]]:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     return [node["Resources"] for node in nodes if node["Alive"]], free
+
+
+def _actor_named(name: str) -> ActorHandle[Any] | None:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
 
 
 def _place_named(name: str) -> PlacementGroup | None:

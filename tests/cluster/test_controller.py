@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pytest
 import ray
+from ray import serve
 
 from diptych.cluster.config import validate
 from diptych.cluster.controller import Status, make_controller
 from diptych.cluster.processes import alive, descendants
 from diptych.cluster.ray_cluster import RayCluster, connect
+from diptych.cluster.ray_group import RayLauncher
 from diptych.cluster.ray_registry import RayRegistry
 from diptych.contract.errors import DiptychError
 from diptych.contract.limits import Limits
@@ -31,17 +33,29 @@ T = TypeVar("T")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 
+@contextmanager
+def bystander() -> Iterator[int]:
+    """A child of this process that was there before the cluster, and is none of its business."""
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        yield child.pid
+    finally:
+        child.kill()
+        child.wait()
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    with ray_lock():
+    with ray_lock(), bystander() as other:
         cluster = connect("local", cpus=4)
-        members = descendants(os.getpid())
+        members = [pid for pid in descendants(os.getpid()) if pid != other]
         assert len(members) > 3
         try:
             yield cluster
         finally:
-            members = sorted({*members, *descendants(os.getpid())})
+            members = sorted({*members, *descendants(os.getpid())} - {other})
             cluster.stop()
+        assert alive(other)
         assert [pid for pid in members if alive(pid)] == []
         assert cluster.folder is not None
         assert not cluster.folder.exists()
@@ -164,6 +178,35 @@ async def test_a_service_without_a_launcher_ends_itself(cluster: RayCluster) -> 
 
     assert await until(gone, lambda names: names == []) == []
     assert [place for place in running.places() if place.startswith("f/")] == []
+
+
+async def test_an_actor_that_dies_while_it_is_adopted_is_skipped(
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with service("g", {}) as running:
+        await running.ready()
+        groups = validate({"model": "m"}).groups()
+        launcher = RayLauncher("g", b"", Limits(), EchoActor)
+        listed = launcher._actor_names()
+        monkeypatch.setattr(launcher, "_actor_names", lambda: ["g/decode-0/0000", *listed])
+        assert sorted(launcher.adopt(groups)) == ["decode-0", "prefill-0"]
+        assert sorted(running.places()) == sorted(listed)
+
+
+async def test_an_orphan_ends_its_routers_too(cluster: RayCluster) -> None:
+    @serve.deployment(ray_actor_options={"num_cpus": 0})
+    class Router:
+        pass
+
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+    serve.run(Router.bind(), name="h", route_prefix=None)
+    running = Service("h", {}, Limits(orphan=1.0, registry_drop=0.9, register=0.2, heartbeat=0.1, lease=0.5))
+    await running.ready()
+
+    async def left() -> list[str]:
+        return [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
+
+    assert await until(left, lambda names: names == [], limit=60) == []
 
 
 JOIN = """
