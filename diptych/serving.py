@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,7 +121,7 @@ class PlainService:
             raise
         service = cls(workers, router, telemetry, lease, config.service.host, watch)
         try:
-            async with asyncio.timeout(config.limits.group_start):
+            async with _within_start(config, "The router found no workers"):
                 while not router.desk.ready():
                     await asyncio.sleep(_LOOK)
         except BaseException:
@@ -192,9 +192,10 @@ class RayService:
     async def stop(self, drain: bool = True) -> None:
         """Routers first, so that workers are idle when they are told to stop."""
         import ray
+        from ray.serve.exceptions import RayServeException
 
         limits = self._config.limits
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # the cluster's own end follows
+        with contextlib.suppress(ray.exceptions.RayError, RayServeException, TimeoutError):  # the cluster's end follows
             await asyncio.wait_for(self._delete_application(drain), 2 * limits.drain + 10)
         if self._pinging is not None:
             self._pinging.cancel()
@@ -209,6 +210,9 @@ class RayService:
     async def _bring_up(self) -> None:
         """Groups load while the router comes up. Nothing of Ray runs in a thread of ours: one that outlives
         `ray.shutdown` connects again by itself and takes the process down."""
+        import ray
+        from ray.serve.exceptions import RayServeException
+
         secret = secrets.token_bytes(32)
         self._controller = self._make_controller(secret)
         self._pinging = asyncio.create_task(self._ping())
@@ -216,7 +220,10 @@ class RayService:
         routers = asyncio.create_task(self._until_router_ready())
         try:
             await self._until_groups_ready(routers)
-            await routers
+            async with _within_start(self._config, "No router was ready"):  # it had no workers to find until now
+                await routers
+        except (ray.exceptions.RayError, RayServeException) as error:
+            raise Internal(f"Ray failed while the service started ({_last_line(str(error))}).") from None
         finally:
             routers.cancel()
 
@@ -252,17 +259,17 @@ class RayService:
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     async def _until_router_ready(self) -> None:
-        """Serve says RUNNING when every replica's constructor has returned; then workers must be connected."""
+        """Serve says RUNNING when every replica's constructor has returned; then workers must be connected. The caller
+        bounds it."""
         from ray import serve
 
-        async with asyncio.timeout(self._config.limits.group_start):
-            while (router := self._application()) is None or router.status != "RUNNING":
-                if router is not None:
-                    _raise_failure(router)
-                await asyncio.sleep(_LOOK)
-            handle = serve.get_app_handle(self.name)
-            while not await handle.ready.remote():
-                await asyncio.sleep(_LOOK)
+        while (router := self._application()) is None or router.status != "RUNNING":
+            if router is not None:
+                _raise_failure(router)
+            await asyncio.sleep(_LOOK)
+        handle = serve.get_app_handle(self.name)
+        while not await handle.ready.remote():
+            await asyncio.sleep(_LOOK)
 
     def _application(self) -> Any:
         from ray import serve
@@ -283,16 +290,32 @@ class RayService:
             serve.shutdown()  # type: ignore[no-untyped-call]
 
     async def _status(self) -> Any:
+        """What the controller says. Raises `Internal` when it does not, within `limits.lease`."""
+        import ray
+
         from diptych.cluster.controller import Status
 
-        status = msgspec.msgpack.decode(await self._controller.ping.remote(), type=Status)
+        try:
+            packed = await asyncio.wait_for(self._controller.ping.remote(), self._config.limits.lease)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise Internal(f"The controller does not answer ({_last_line(str(error))}).") from None
+        status = msgspec.msgpack.decode(packed, type=Status)
         self._watch(status.groups)
         return status
 
     async def _until_groups_ready(self, routers: asyncio.Task[None]) -> None:
-        """Returns early when the routers have failed."""
+        """Returns early when the routers have failed. The supervisor bounds every group's start, and `_ping` how long
+        a controller may be silent, which Ray may be starting again."""
+        assert self._pinging is not None
         while not routers.done():
-            status = await self._status()
+            if self._pinging.done():
+                raise Internal(self._pinging.result())
+            try:
+                status = await self._status()
+            except Internal as error:
+                log.info("%s", error)
+                await asyncio.sleep(_LOOK)
+                continue
             if status.code:
                 raise from_wire(status.code, status.message)
             if status.ready:
@@ -301,18 +324,26 @@ class RayService:
 
     async def _ping(self) -> str:
         """The launcher's lease on its service; ends when the controller was not to be reached for `limits.orphan`."""
-        import ray
-
         limits = self._config.limits
         heard = time.monotonic()
         while time.monotonic() - heard < limits.orphan:
             try:
-                await asyncio.wait_for(self._status(), limits.lease)
+                await self._status()
                 heard = time.monotonic()
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                log.warning("the controller does not answer: %s", _last_line(str(error)))
+            except Internal as error:
+                log.warning("%s", error)
             await asyncio.sleep(limits.heartbeat)
         return f"The controller has not answered for {limits.orphan:g} s."
+
+
+@contextlib.asynccontextmanager
+async def _within_start(config: Config, otherwise: str) -> AsyncIterator[None]:
+    limit = config.limits.group_start
+    try:
+        async with asyncio.timeout(limit):
+            yield
+    except TimeoutError:
+        raise Internal(f"{otherwise} within limits.group_start ({limit:g} s).") from None
 
 
 def _absolute(path: Path | None) -> Path | None:
