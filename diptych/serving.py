@@ -157,6 +157,14 @@ async def _until_ready(workers: LocalCluster, watch: Watch) -> None:
     watch(supervisor.states())
 
 
+def at_nodes(config: Config) -> Config:
+    """In a cluster that may have several nodes the default, the loopback address, would be found by nobody: each group
+    takes its node's address then. One that the operator named stays."""
+    if "host" in config.engine.model_fields_set:
+        return config
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"host": ""})})
+
+
 class RayService:
     """Worker groups as actors under a controller, the router as a Serve application."""
 
@@ -171,6 +179,8 @@ class RayService:
         self.model = config.model_name
         gpus = sum(group.resources.get("GPU", 0.0) for group in config.groups())
         self._cluster = connect(config.ray, config.cpus(), gpus)
+        if not self._cluster.own:
+            self._config = at_nodes(config)
         self._controller: Any = None
         self._pinging: asyncio.Task[str] | None = None
         self._serving = False

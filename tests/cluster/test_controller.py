@@ -21,11 +21,12 @@ from diptych.cluster.config import validate
 from diptych.cluster.controller import Status, make_controller
 from diptych.cluster.processes import alive, descendants
 from diptych.cluster.ray_cluster import RayCluster, connect
-from diptych.cluster.ray_group import RayLauncher
+from diptych.cluster.ray_group import RayLauncher, _at_home
 from diptych.cluster.ray_registry import RayRegistry
 from diptych.contract.errors import DiptychError
 from diptych.contract.limits import Limits
 from diptych.contract.wire import WorkerInfo
+from diptych.workers.settings import WorkerSettings
 from tests.cluster.echo_actor import EchoActor
 from tests.support.ray_lock import ray_lock
 
@@ -47,7 +48,7 @@ def bystander() -> Iterator[int]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
     with ray_lock(), bystander() as other:
-        cluster = connect("local", cpus=4)
+        cluster = connect("local", cpus=4, gpus=2)
         members = [pid for pid in descendants(os.getpid()) if pid != other]
         assert len(members) > 3
         try:
@@ -149,6 +150,25 @@ async def test_a_restarted_controller_adopts_and_makes_nothing_twice(cluster: Ra
         assert len(running.actors()) == 2
         os.kill(later.workers[0].pid, signal.SIGKILL)
         await until(running.workers, lambda now: len(now) == 2 and later.workers[0] not in now.values())
+
+
+async def test_a_group_finds_its_gpu_and_its_address_on_its_node(cluster: RayCluster) -> None:
+    """Two groups that say the same are lent two GPUs. Nothing is masked, so each must take its own."""
+
+    class Home:
+        def settings(self, given: WorkerSettings) -> tuple[str, str]:
+            found = _at_home(given)
+            return found.device, found.host
+
+    unmasked = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+    made = ray.remote(Home).options(num_cpus=0, num_gpus=1, runtime_env=unmasked)
+    homes = [made.remote() for _ in range(2)]
+    given = WorkerSettings(model="m", role="decode", device="cuda", host="")
+    found = ray.get([home.settings.remote(given) for home in homes], timeout=60)
+    assert sorted(device for device, _ in found) == ["cuda:0", "cuda:1"]
+    assert {host for _, host in found} == {ray.util.get_node_ip_address()}
+    for home in homes:
+        ray.kill(home)
 
 
 async def test_a_placement_that_cannot_be_made_names_what_is_missing(cluster: RayCluster) -> None:
