@@ -43,7 +43,10 @@ class ServiceConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """What every worker of the service shares; see `WorkerSettings` for each field."""
+    """What every worker of the service shares; see `WorkerSettings` for each field.
+
+    host: left alone, it is each node's own address in a Ray cluster that the service joins, and the loopback address
+    otherwise."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     transport: Literal["auto", "gloo", "nccl"] = "auto"
@@ -140,8 +143,7 @@ class Config(_Section):
         """Every worker group of the service, checked: at least one of each role that is needed."""
         roles: tuple[Role, ...] = ("prefill", "decode") if self.roles == "disaggregated" else ("colocated",)
         for role in roles:
-            if self._group(role).count == 0:
-                raise ConfigInvalid(f"{role}.count is 0, but roles = {self.roles} needs at least one {role} worker.")
+            self._check(role)
         return [self._member(role, index) for role in roles for index in range(self._group(role).count)]
 
     def cpus(self) -> float:
@@ -156,6 +158,19 @@ class Config(_Section):
 
     def _group(self, role: Role) -> GroupConfig:
         return {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}[role]
+
+    def _check(self, role: Role) -> None:
+        """What only a group that exists can have wrong."""
+        own = self._group(role)
+        if own.count == 0:
+            raise ConfigInvalid(f"{role}.count is 0, but roles = {self.roles} needs at least one {role} worker.")
+        if own.tensor > 1:
+            raise ConfigInvalid(f"{role}.tensor is {own.tensor}: a worker cannot use several GPUs yet; set it to 1.")
+        if role != "prefill" and own.token_budget <= own.max_batch:  # a prefill worker's batch does not decode
+            raise ConfigInvalid(
+                f"{role}.token_budget ({own.token_budget}) must exceed {role}.max_batch ({own.max_batch}): a full "
+                "batch would leave nothing of a step for prompts."
+            )
 
     def _member(self, role: Role, index: int) -> Group:
         own = self._group(role)

@@ -8,6 +8,7 @@ import pytest
 
 from diptych.cluster.config import Config, EngineConfig, GroupConfig, load_config, validate
 from diptych.contract.errors import ConfigInvalid
+from diptych.serving import at_nodes
 from diptych.workers.settings import WorkerSettings
 
 
@@ -38,7 +39,7 @@ def test_colocated_replaces_both_roles() -> None:
 
 
 def test_a_gpu_group_books_its_gpus() -> None:
-    config = validate({"model": "m", "decode": {"device": "cuda", "tensor": 2}})
+    config = validate({"model": "m", "decode": {"device": "cuda", "gpus": 2}})
     assert config.groups()[1].resources == {"CPU": 1.0, "GPU": 2.0}
 
 
@@ -70,6 +71,23 @@ def test_a_missing_role_is_named() -> None:
         validate({"model": "m", "decode": {"count": 0}}).groups()
 
 
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"decode": {"tensor": 2}}, r"decode\.tensor is 2"),
+        ({"decode": {"token_budget": 64}}, r"decode\.token_budget \(64\).*decode\.max_batch \(64\)"),
+        ({"roles": "colocated", "colocated": {"token_budget": 3, "max_batch": 4}}, r"\(3\).*\(4\)"),
+    ],
+)
+def test_what_a_group_cannot_do_is_refused(tree: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigInvalid, match=words):
+        validate({"model": "m"} | tree).groups()
+
+
+def test_a_prefill_worker_may_take_small_steps() -> None:
+    assert validate({"model": "m", "prefill": {"token_budget": 3}}).groups()[0].settings.token_budget == 3
+
+
 @pytest.mark.parametrize("text", ["- a list", "a: [", "just words"])
 def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
     file = tmp_path / "bad.yaml"
@@ -96,6 +114,14 @@ def test_every_setting_of_a_worker_can_be_reached_and_has_one_default() -> None:
     default = WorkerSettings(model="m", role="prefill")
     (made, _) = (group.settings for group in validate({"model": "m"}).groups())
     assert all(getattr(made, name) == getattr(default, name) for name in own | shared if hasattr(default, name))
+
+
+def test_in_a_joined_cluster_groups_take_their_nodes_address_unless_told() -> None:
+    hosts = {
+        given: {group.settings.host for group in at_nodes(validate({"model": "m", "engine": engine})).groups()}
+        for given, engine in {"default": {}, "set": {"host": "127.0.0.1"}}.items()
+    }
+    assert hosts == {"default": {""}, "set": {"127.0.0.1"}}
 
 
 def test_frozen() -> None:

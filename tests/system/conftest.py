@@ -21,7 +21,7 @@ def apart(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session")
 def colocated(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """The baseline. Its chunks are small and no multiple of a block: equal answers say something about those too."""
-    arguments = small(colocated__token_budget=24)
+    arguments = small(colocated__token_budget=24, colocated__max_batch=16)
     with running(demo_model, tmp_path_factory.mktemp("colocated"), "--roles", "colocated", *arguments) as service:
         yield service
 

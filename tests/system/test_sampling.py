@@ -72,7 +72,9 @@ async def test_a_seed_survives_a_restart_and_many_neighbours(client: Client, dem
     for _ in range(8):
         for count in (1, 2, 4, 7):
             assert await beside(client, count, draw) == alone
-    with running(demo_model, tmp_path, *small(prefill__token_budget=3, decode__token_budget=3)) as again:
+    with running(
+        demo_model, tmp_path, *small(prefill__token_budget=3, decode__token_budget=3, decode__max_batch=2)
+    ) as again:
         async with Client(again.address) as other:
             assert ids(await both(other, seeded())) == alone
 
