@@ -149,6 +149,8 @@ class Peer:
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         async for data in requests:
+            if data == wire.BEAT:
+                continue
             message: Any = wire.to_worker.decode(data)
             self.received.append(message)
             self._handle(message)
