@@ -23,9 +23,10 @@ from diptych.cluster.processes import alive, descendants
 from diptych.cluster.ray_cluster import RayCluster, connect
 from diptych.cluster.ray_group import RayLauncher, _at_home
 from diptych.cluster.ray_registry import RayRegistry
-from diptych.contract.errors import DiptychError
+from diptych.contract.errors import DiptychError, Internal
 from diptych.contract.limits import Limits
 from diptych.contract.wire import WorkerInfo
+from diptych.serving import RayService
 from diptych.workers.settings import WorkerSettings
 from tests.cluster.echo_actor import EchoActor
 from tests.support.ray_lock import ray_lock
@@ -227,6 +228,24 @@ async def test_an_orphan_ends_its_routers_too(cluster: RayCluster) -> None:
         return [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
 
     assert await until(left, lambda names: names == [], limit=60) == []
+
+
+async def test_a_controller_that_says_nothing_ends_the_start_in_a_sentence(cluster: RayCluster) -> None:
+    class Silent:
+        async def ping(self) -> bytes:
+            await asyncio.Event().wait()
+            return b""
+
+    limits = {"orphan": 1.0, "registry_drop": 0.9, "register": 0.2, "heartbeat": 0.1, "lease": 0.3}
+    starting = RayService.__new__(RayService)  # as `_bring_up` has it when it waits for groups
+    starting._config = validate({"model": "m", "limits": limits})
+    starting._watch = lambda _: None
+    starting._controller = ray.remote(Silent).options(num_cpus=0).remote()
+    starting._pinging = asyncio.create_task(starting._ping())
+    async with asyncio.timeout(20):
+        with pytest.raises(Internal, match="has not answered for 1 s"):
+            await starting._until_groups_ready(asyncio.create_task(asyncio.sleep(60)))
+    ray.kill(starting._controller)
 
 
 JOIN = """
