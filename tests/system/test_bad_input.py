@@ -11,7 +11,7 @@ import pytest
 
 from diptych.router.client import Client, ask
 from diptych.v1 import inference_pb2 as pb
-from tests.support.asking import PARIS, Refusal, asks, fresh, refused, until_idle, usual
+from tests.support.asking import PARIS, Refusal, asks, refused, until_idle, usual
 
 MIB = 1 << 20
 METHODS = ("Generate", "GenerateStream")
@@ -128,14 +128,6 @@ async def test_messages_that_are_too_long(client: Client) -> None:
         refusal = await refused(client, asks("x" * (20 * MIB)), method)
         assert refusal.status.name == "RESOURCE_EXHAUSTED"
         assert "larger than max" in refusal.details
-
-
-async def test_refused_before_anything_is_reserved(client: Client) -> None:
-    before = await client.server_info()
-    for _ in range(20):
-        await refused(client, asks(max_tokens=-1, cache_salt=fresh()))
-    after = await client.server_info()
-    assert [worker.reserved for worker in after.workers] == [0] * len(before.workers)
 
 
 async def test_an_unknown_method_is_unimplemented(client: Client) -> None:

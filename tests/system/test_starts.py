@@ -176,7 +176,7 @@ def surplus(folder: Path) -> None:
         (without(SECOND), SECOND),
         (half, SECOND),
         (one_less, "model.norm.weight"),
-        (surplus, "model.layers.99.mlp.up_proj.weight"),
+        slow(surplus, "model.layers.99.mlp.up_proj.weight"),
     ],
     ids=["missing", "cut", "a tensor less", "a tensor more"],
 )
