@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.ceilings import read_bandwidth
 from diptych.kernels.batch import Batch
+from diptych.kernels.ceilings import read_bandwidth
 from diptych.kernels.rope import Rope
 from diptych.kernels.timing import Replay, Timed
 from diptych.kernels.triton.rope_attention import DecodeConfig, Unified, rope_attention

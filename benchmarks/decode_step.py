@@ -18,24 +18,15 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.ceilings import read_bandwidth
+from diptych.bench.shapes import SHAPES
 from diptych.kernels.batch import Batch
+from diptych.kernels.ceilings import read_bandwidth
 from diptych.kernels.triton import common
 from diptych.kernels.triton.sampling import advance, greedy
 from diptych.workers.cache import KVCache
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import load
-
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0, "max_position_embeddings": 8192, "eos_token_id": 128001,
-}  # fmt: skip
-LLAMA_2_7B = LLAMA_3_8B | {
-    "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000, "rope_theta": 10000.0,
-    "eos_token_id": 2, "max_position_embeddings": 4096,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,6 @@ ROWS = (
     Row("Llama-3-8B", 32, 8000, 64, 1.12, 13.3),
     Row("Llama-2-7B", 1, 1024, 128, 1.15, None),
 )
-MODELS = {"Llama-3-8B": LLAMA_3_8B, "Llama-2-7B": LLAMA_2_7B}
 
 
 class DecodeGraph:
@@ -137,7 +127,7 @@ def measure(row: Row, decoder: Decoder, read: float, rounds: int = 5) -> dict[st
 
 
 def make_decoder(model: str) -> Decoder:
-    config = ModelConfig.from_dict(MODELS[model])
+    config = ModelConfig.from_dict(SHAPES[model])
     weights = load("", config, torch.bfloat16, "cuda", "dummy")
     return Decoder(config, weights)
 

@@ -9,8 +9,8 @@ import json
 
 import torch
 
-from benchmarks.ceilings import copy_bandwidth
 from benchmarks.prefill_attention import HEADS, KV_HEADS, D, prompts
+from diptych.kernels.ceilings import copy_bandwidth
 from diptych.kernels.rope import Rope
 from diptych.kernels.timing import Replay
 from diptych.kernels.triton.pack import copy_tokens

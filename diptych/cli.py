@@ -1,4 +1,4 @@
-"""The command line: `diptych serve | demo | generate | chat | trace`.
+"""The command line: `diptych serve | demo | generate | chat | trace | bench | profile`.
 
 Owns arguments, exit codes and what a terminal shows. An error of ours is one line on standard error: exit code 2 for a
 configuration or model that cannot work, 1 for anything else, 130 after Ctrl-C before the service was up.
@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from diptych import tuning
+    from diptych.bench.commands import add_commands as add_bench
     from diptych.router.commands import add_commands
 
     parser = argparse.ArgumentParser(prog="diptych", description="Disaggregated inference for large language models.")
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     shown.add_argument("file", type=Path)
     shown.set_defaults(run=_trace_show)
+    add_bench(commands)
     return parser
 
 

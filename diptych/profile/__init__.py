@@ -1,0 +1,1 @@
+"""`diptych profile`: what a model costs here, operator by operator."""

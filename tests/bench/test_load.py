@@ -1,0 +1,149 @@
+"""The load generator against the stub, which is a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.bench.compare import Cell, conclusion, crossings
+from diptych.bench.load import Record, clock, closed_loop, generator, open_loop
+from diptych.bench.selftest import self_test, stub
+from diptych.bench.serve import Bench, Load, Workload, search
+from diptych.bench.stats import Objective
+from diptych.bench.workload import Tokens, from_lengths, poisson
+from diptych.cli import main
+from diptych.contract.errors import ConfigInvalid
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    async with stub(4) as found:
+        yield found
+
+
+async def test_open_and_closed_loop_with_turns(address: str) -> None:
+    records: list[Record] = []
+    chats = list(from_lengths("20x8", 3, 10, Tokens(1000, 0)))
+    async with generator(address, ended=records.append) as made:
+        await closed_loop(made, chats, 4, asyncio.Event())
+        assert [record.tokens for record in records] == [8] * 30
+        assert sorted({record.prompt for record in records}) == [20, 48, 76]  # history: what was asked and answered
+        assert {len(record.pieces) for record in records} == {4}
+        records.clear()
+        started = clock()
+        await open_loop(made, chats, poisson(50.0, 1), asyncio.Event())
+        assert clock() - started >= max(poisson(50.0, 1)(chats))
+        assert len(records) == 30
+    assert all(record.sent >= record.due for record in records)
+
+
+async def test_a_run_that_is_stopped_keeps_what_ended(address: str) -> None:
+    stop = asyncio.Event()
+    workload = Workload(lengths="20x8", count=1000)
+    made = Bench(address, 1000, 4096, workload, stop)
+    asyncio.get_running_loop().call_later(0.5, stop.set)
+    records = await asyncio.wait_for(made.run(Load(rate=50.0)), 5.0)
+    assert 5 < len(records) < 60
+    assert all(record.ok for record in records)
+
+
+async def test_the_search_brackets_the_load(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that keeps the objective up to 100 requests/s."""
+
+    async def run(self: Bench, load: Load, label: str = "") -> list[Record]:
+        took = 0.1 if load.level <= 100 else 2.0
+        return [Record(0.0, 0.0, 1, 1, [(took, 1), (took + 0.1, 1)])] * 10
+
+    monkeypatch.setattr(Bench, "run", run)
+    made = Bench(address, 1000, 4096, Workload(lengths="20x8"), asyncio.Event())
+    told: list[dict[str, Any]] = []
+    found = await search(made, Load(rate=10.0), Objective.parse("ttft=500ms"), 0.9, told.append)
+    assert 90 <= found["kept_up_to"] <= 100 < found["failed_at"] <= 110
+    assert told[0]["kept"]
+    with pytest.raises(ConfigInvalid, match="too few requests"):
+        await search(made, Load(rate=10.0), Objective.parse("ttft=1ms"), 0.9, told.append)
+
+
+def test_a_comparison_in_words() -> None:
+    def cell(rate: float, a: float, b: float) -> Cell:
+        made = Cell("100x10", Load(rate=rate), 0.9)
+        for noise in (0.0, 0.01, -0.01, 0.02, 0.0, 0.01):
+            for side, value in enumerate((a + noise, b - noise)):
+                made.add(side, {"ttft_ms": {"p50": value}, "output_tokens_s": 10.0})
+        return made
+
+    cells = [cell(1.0, 5.0, 6.0), cell(2.0, 5.0, 4.0), cell(3.0, 5.0, 5.01)]
+    said = conclusion(cells, ("apart", "together"))
+    assert "1 requests/s: apart pays against together in ttft_ms p50" in said[0]
+    assert "together pays against apart" in said[1]
+    assert "neither pays" in said[2]
+    assert crossings(cells)["ttft_ms p50"][0] == pytest.approx(1.5, abs=0.02)
+
+
+async def test_the_self_test() -> None:
+    """Its bars are for a machine of its own; here only that it measures."""
+    found = await self_test(seconds=0.5, rate=200.0)
+    assert found["closed"]["errors"] == 0
+    assert found["closed"]["requests_s"] > 100
+    assert found["open"][1]["receiving_ms"]["p50"] > 0
+
+
+def command(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "diptych.cli", "bench", "serve", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+async def test_the_command_and_its_line(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--address", address, "--lengths", "32x8", "--requests", "40", "--rate", "100,200"]
+    process = command(*arguments, "--objective", "ttft=5s", "--out", str(tmp_path))
+    out, err = await asyncio.to_thread(process.communicate, timeout=60)
+    assert process.returncode == 0, err
+    line = json.loads(out.splitlines()[-1])
+    assert line["benchmark"] == "bench-serve"
+    assert {"commit", "torch", "machine", "date"} <= set(line)
+    assert [row["level"] for row in line["rows"]] == [100, 200]
+    assert line["rows"][0]["met"] == 1.0
+    assert line == json.loads((tmp_path / "bench-serve.json").read_text())
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == 80
+
+
+async def test_an_interrupted_command_reports(address: str, tmp_path: Path) -> None:
+    process = command("--address", address, "--rate", "20", "--requests", "10000", "--out", str(tmp_path))
+    async with asyncio.timeout(40):
+        while not (tmp_path / "requests.jsonl").exists() or not (tmp_path / "requests.jsonl").read_text():
+            await asyncio.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = await asyncio.to_thread(process.communicate, timeout=30)
+    assert process.returncode == 130
+    assert "Interrupted" in err
+    line = json.loads(out.splitlines()[-1])
+    assert line["interrupted"]
+    assert line["rows"][0]["answered"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--address", "127.0.0.1:1"], "127.0.0.1:1"),
+        (["--search"], "--objective"),
+        (["--objective", "ttft=0ms"], "met by no request"),
+        (["--recorded", "1"], "--trace"),
+        (["--model", "x", "--address", "y:1"], "either"),
+        (["--compare", "roles=colocated", "roles=disaggregated"], "--model"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], word: str) -> None:
+    assert main(["bench", "serve", *arguments]) in (1, 2)
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert word in said[0]
