@@ -1,4 +1,7 @@
-"""`diptych bench engine` with the defaults of a large GPU: python -m benchmarks.engine [--model Llama-3-8B] [--out FILE]."""
+"""`diptych bench engine` with the defaults of a large GPU.
+
+python -m benchmarks.engine [--model Llama-3-8B] [--rows 1x1024x128,…] [--out FILE.json]
+"""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from diptych import tuning
     from diptych.bench.commands import add_commands as add_bench
+    from diptych.profile.commands import add_commands as add_profile
     from diptych.router.commands import add_commands
 
     parser = argparse.ArgumentParser(prog="diptych", description="Disaggregated inference for large language models.")
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("file", type=Path)
     shown.set_defaults(run=_trace_show)
     add_bench(commands)
+    add_profile(commands)
     return parser
 
 

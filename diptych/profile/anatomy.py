@@ -1,0 +1,167 @@
+"""The survey's anatomy of inference (arXiv 2404.14294), measured: operators of a step, latency and memory of a
+generation.
+
+Owns how it is measured; knows engines by `Subject` and nothing of tables and plots.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from diptych.kernels.ceilings import Ceilings
+from diptych.profile.memory import MemoryCurve, Sizes, workspace
+from diptych.profile.recorder import BETWEEN, Recorder, Timed, clock_of
+from diptych.profile.work import CATEGORIES, Operator, Work
+from diptych.workers.memory import weight_bytes
+from diptych.workers.model.config import ModelConfig
+
+_CURVE = 400  # points of a memory curve that are kept
+
+
+class Subject(Protocol):
+    """An engine under measurement. `begin` prepares; then `prefill` and any number of `decode` (each one token a
+    sequence), or `without_cache`. weight_bytes: of parameters. held_bytes: with copies in other forms."""
+
+    name: str
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    weight_bytes: int
+    held_bytes: int
+
+    def begin(self, batch: int, context: int, new: int) -> None: ...
+    def prefill(self) -> None: ...
+    def decode(self) -> None: ...
+    def without_cache(self) -> None: ...
+    def cache_bytes(self) -> int: ...
+    def expected_cache(self, batch: int, tokens: int) -> int: ...
+    def labelled(self, recorder: Recorder) -> AbstractContextManager[None]: ...
+
+
+def phases(
+    engine: Subject, batch: int, context: int, rounds: int, limits: Ceilings, done: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """Prefill of `context` tokens and decode after them, operator by operator."""
+    engine.begin(batch, context, 2 * rounds + 2)
+    engine.prefill()
+    engine.decode()
+    found = []
+    for phase, step, times in (("prefill", engine.prefill, max(3, rounds // 2)), ("decode", engine.decode, rounds)):
+        if phase == "decode":
+            engine.prefill()
+        found.append(
+            {"engine": engine.name, "phase": phase, "batch": batch, "context": context}
+            | _phase(engine, step, times, limits)
+        )
+        done()
+    return found
+
+
+def _phase(engine: Subject, step: Callable[[], None], rounds: int, limits: Ceilings) -> dict[str, Any]:
+    """Plain and recorded steps by turns, so that what else happens on the machine meets both. Of each kind the
+    fastest is taken: on a machine that others use it is the one that they disturbed least."""
+    clock = clock_of(engine.device)
+    recorder, plain = Recorder(clock), []
+    for _ in range(rounds):
+        clock.begin()
+        marks = [clock.mark()]
+        step()
+        marks.append(clock.mark())
+        plain += clock.seconds(marks)
+        with engine.labelled(recorder), recorder.step():
+            step()
+    totals = [sum(timed.seconds for timed in step.values()) for step in recorder.steps]
+    operators = recorder.steps[totals.index(min(totals))]
+    total, fastest = min(totals), min(plain)
+    shares = {kind: sum(t.seconds for o, t in operators.items() if o.category == kind) / total for kind in CATEGORIES}
+    return {
+        "step_ms": round(fastest * 1e3, 4), "median_ms": round(statistics.median(plain) * 1e3, 4),
+        "operators_ms": round(total * 1e3, 4), "operators_over_step": round(total / fastest, 4),
+        "profiling_cost": round(statistics.median(totals) / statistics.median(plain) - 1, 4),
+        "shares": {kind: round(share, 4) for kind, share in shares.items()},
+        "operators": [_row(o, t, total, limits) for o, t in operators.items() if t.seconds > 0],
+    }  # fmt: skip
+
+
+def _row(operator: Operator, timed: Timed, total: float, limits: Ceilings) -> dict[str, Any]:
+    work: Work = timed.work
+    floor = limits.floor(work.flops, work.moved)
+    intensity = work.flops / work.moved if work.moved else 0.0
+    return {
+        "name": operator.name, "category": operator.category, "shape": list(operator.shape), "calls": timed.calls,
+        "ms": round(timed.seconds * 1e3, 4), "share": round(timed.seconds / total, 4),
+        "gflop": round(work.flops / 1e9, 4), "megabytes": round(work.moved / 1e6, 4), "intensity": round(intensity, 2),
+        "wall": "" if operator == BETWEEN or not work.moved else "compute" if intensity > limits.ridge else "memory",
+        "floor_ms": round(floor * 1e3, 4), "times_floor": round(timed.seconds / floor, 2) if floor else None,
+    }  # fmt: skip
+
+
+def generation(engine: Subject, batch: int, context: int, new: int, baseline: int) -> dict[str, Any]:
+    """One generation with its latencies and its memory on one time axis. baseline: bytes in use before the model."""
+    engine.begin(batch, context, new)
+    at: list[float] = []
+    with MemoryCurve(engine.device, baseline) as curve:
+        for step in (engine.prefill, *[engine.decode] * (new - 1)):
+            step()
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize(engine.device)
+            at.append(perf_counter() - curve.start)
+    expected, measured = predicted(engine, batch, context, new), engine.cache_bytes()
+    return {
+        "engine": engine.name, "batch": batch, "context": context, "new": new,
+        "first_token_ms": round(at[0] * 1e3, 3),
+        "per_token_ms": round((at[-1] - at[0]) / (new - 1) * 1e3, 3),
+        "generation_ms": round(at[-1] * 1e3, 3),
+        "tokens_s": round(batch * new / at[-1], 2), "requests_s": round(batch / at[-1], 4),
+        "sizes": {
+            "model": {"predicted": expected.weights, "measured": engine.weight_bytes},
+            "cache": {"predicted": expected.cache, "measured": measured},
+            "held": engine.held_bytes, "workspace": expected.workspace,
+            "peak": {"predicted": expected.peak, "measured": curve.peak},
+        },
+        "token_s": [round(each, 5) for each in at],
+        "memory": [[round(second, 4), size] for second, size in _thinned(curve.samples)],
+    }  # fmt: skip
+
+
+def predicted(engine: Subject, batch: int, context: int, new: int) -> Sizes:
+    """From the configuration alone, but for the copies that an engine holds of its weights."""
+    config, dtype = engine.config, engine.dtype
+    return Sizes(
+        weights=weight_bytes(config, dtype),
+        held=weight_bytes(config, dtype) + engine.held_bytes - engine.weight_bytes,
+        cache=engine.expected_cache(batch, context + new),
+        workspace=workspace(config, batch * context, batch, dtype.itemsize),
+    )
+
+
+def _thinned(samples: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Of each stretch the largest, so that a short peak stays."""
+    size = -(-len(samples) // _CURVE)
+    return [max(samples[at : at + size], key=lambda each: each[1]) for at in range(0, len(samples), size)]
+
+
+def without_cache(engine: Subject, batch: int, context: int, new: int) -> dict[str, Any]:
+    """The same generation with and without a KV cache, milliseconds a token."""
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    engine.begin(batch, context, new)
+    engine.prefill()
+    for name, step in (("with", engine.decode), ("without", engine.without_cache)):
+        for _ in range(new):
+            started = perf_counter()
+            step()
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize(engine.device)
+            times[name].append(perf_counter() - started)
+    medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
+    return {
+        "engine": engine.name, "batch": batch, "context": context, "new": new,
+        "with_cache_ms": round(medians["with"], 3), "without_cache_ms": round(medians["without"], 3),
+        "ratio": round(medians["without"] / medians["with"], 2),
+    }  # fmt: skip

@@ -1,0 +1,315 @@
+"""`diptych profile`: what is measured of a model and in which order, and what becomes of an interruption.
+
+Owns the plan. One engine is in memory at a time, so that its memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diptych.bench.shapes import SHAPES, write_shape
+from diptych.contract.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    import torch
+
+    from diptych.kernels.ceilings import Ceilings
+    from diptych.profile.anatomy import Subject
+    from diptych.workers.model.config import ModelConfig
+
+FIGURES = {
+    "operators": "figures 2 and 15: a step's operators, and their shares against context",
+    "latency": "figure 3: latencies and memory on one time axis",
+    "cache": "the same generation with and without a KV cache",
+    "mha": "a multi-head model beside the grouped-query one (random weights)",
+    "softmax": "the range of attention scores before softmax (real weights)",
+    "table6": "tokens/s at batch 1, 1,024 in, 128 out",
+}
+DEFAULT = ("operators", "latency", "cache")
+ENGINES = ("diptych", "transformers")
+NOT_YET = ("baichuan", "chatglm")
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    shown = "; ".join(f"{name}: {what}" for name, what in FIGURES.items())
+    parser = commands.add_parser(
+        "profile", help="what a model costs on this machine, operator by operator", epilog=f"Sets to show: {shown}."
+    )
+    parser.add_argument("model", metavar="MODEL", help=f"a folder, or a shape with random weights: {', '.join(SHAPES)}")
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="default: both")
+    parser.add_argument("--context", default="128,512", metavar="N[,N…]", help="prompt tokens (default: %(default)s)")
+    parser.add_argument("--batch", default="1", metavar="N[,N…]", help="sequences at once (default: %(default)s)")
+    parser.add_argument("--new", type=int, default=32, metavar="N", help="generated tokens of a latency run")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="steps of each kind")
+    parser.add_argument("--show", default=",".join(DEFAULT), metavar="SET[,SET…]", help="what to measure, or all")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="default: float32 on a CPU, the model's on a GPU")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    parser.add_argument("--layers", type=int, metavar="N", help="fewer layers than the shape has")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads on a CPU")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep JSON and plots there")
+    parser.set_defaults(run=run_profile)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, checked."""
+
+    folder: Path
+    config: ModelConfig
+    form: str
+    engines: tuple[str, ...]
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    new: int
+    rounds: int
+    shown: frozenset[str]
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def steps(self) -> int:
+        """Of the progress bar."""
+        runs = len(self.contexts) * len(self.batches)
+        each = runs * (2 * ("operators" in self.shown) + ("latency" in self.shown)) + ("cache" in self.shown)
+        return (
+            1
+            + each * len(self.engines)
+            + sum(name in self.shown for name in ("softmax",))
+            + (2 * len(self.contexts) if "mha" in self.shown else 0)
+            + len(self.engines) * ("table6" in self.shown)
+        )
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    # As in an engine: read once, when torch loads its threads. At a barrier a thread spins a little, then sleeps.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    import torch
+
+    from diptych.bench.about import keep, result_line
+    from diptych.profile import report
+
+    torch.set_num_threads(args.threads)
+    found: dict[str, Any] = {"model": args.model, "dtype": "", "threads": args.threads, "interrupted": False}
+    with _folder(args) as (folder, form):
+        plan = _plan(args, folder, form)
+        try:
+            _measure(plan, found)
+        except KeyboardInterrupt:
+            found["interrupted"] = True
+    print(report.tables(found))
+    line = result_line("profile", args.device, **found)
+    if args.out:
+        keep(args.out, "profile", line)
+        report.draw(args.out, found)
+    print(line)
+    return 130 if found["interrupted"] else 0
+
+
+@contextmanager
+def _folder(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
+    """The model's folder and how its weights come."""
+    from diptych.cluster.preflight import model_folder
+
+    if any(name in args.model.lower() for name in NOT_YET) and not Path(args.model).exists():
+        raise ConfigInvalid(
+            f"{args.model} is not supported yet: Baichuan2 and ChatGLM, two of the survey's models, are missing."
+        )
+    with tempfile.TemporaryDirectory(prefix="diptych-profile-") as made:
+        if args.model in SHAPES:
+            yield write_shape(args.model, Path(made), args.layers), "dummy"
+            return
+        folder = model_folder(args.model)
+        if args.layers:
+            if args.load_format != "dummy":
+                raise ConfigInvalid("--layers needs random weights: --load-format dummy.")
+            folder = _varied(folder, Path(made), num_hidden_layers=args.layers)
+        yield folder, args.load_format
+
+
+def _varied(folder: Path, made: Path, **keys: Any) -> Path:
+    """A folder with the same config.json but for some keys, without weights."""
+    try:
+        raw = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(f"{folder / 'config.json'} cannot be read: {error}.") from None
+    if (layers := keys.get("num_hidden_layers")) and "layer_types" in raw:
+        raw["layer_types"] = raw["layer_types"][:layers]
+    made.mkdir(exist_ok=True)
+    (made / "config.json").write_text(json.dumps(raw | keys))
+    return made
+
+
+def _plan(args: argparse.Namespace, folder: Path, form: str) -> Plan:
+    import torch
+
+    from diptych.workers.model.loader import dtype_of
+
+    shown = frozenset(FIGURES if args.show == "all" else args.show.split(","))
+    if unknown := sorted(shown - set(FIGURES)):
+        raise ConfigInvalid(f"--show: there is no {unknown[0]!r}; there are {', '.join(FIGURES)}, and all.")
+    if "softmax" in shown and form == "dummy":
+        if args.show != "all":
+            raise ConfigInvalid("Random weights cannot show the range of attention scores: softmax needs real ones.")
+        shown -= {"softmax"}
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigInvalid("This machine has no CUDA device that PyTorch can use; leave --device at cpu.")
+    config, device = _config(folder), torch.device(args.device)
+    contexts, batches = (_numbers(name, getattr(args, name)) for name in ("context", "batch"))
+    if min(args.new, args.rounds) < 2:
+        raise ConfigInvalid("--new and --rounds must be 2 or more.")
+    room = config.max_positions - max(args.new, 2 * args.rounds + 2)
+    if max(contexts) > room:
+        raise ConfigInvalid(f"--context {max(contexts)} is too long: the model leaves {room} tokens for prompts here.")
+    engines = tuple(args.engine or ENGINES)
+    return Plan(
+        folder, config, form, engines, contexts, batches, args.new, args.rounds, shown, device,
+        dtype_of(args.dtype, config, device),
+    )  # fmt: skip
+
+
+def _config(folder: Path) -> ModelConfig:
+    from diptych.contract.errors import ModelUnsupported
+    from diptych.workers.model.config import ModelConfig
+
+    try:
+        return ModelConfig.from_folder(folder)
+    except ModelUnsupported as error:
+        if any(name in str(error).lower() for name in NOT_YET):
+            raise ModelUnsupported(f"{error} Baichuan2 and ChatGLM are not supported yet.") from None
+        raise
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise ConfigInvalid(f"--{name} {text!r} is not a list of whole numbers above 0, as 128,2048.")
+    return found
+
+
+@dataclass
+class _Bar:
+    """How far the plan is, on a terminal."""
+
+    total: int
+    console: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self.task = self.progress.add_task("Ceilings of this machine", total=self.total)
+
+    def next(self, what: str) -> None:
+        self.progress.update(self.task, advance=1, description=what)
+
+
+def _measure(plan: Plan, found: dict[str, Any]) -> None:
+    """Fills `found` as it goes, so that an interruption keeps what is there."""
+    from diptych.kernels.ceilings import ceilings
+
+    bar = _Bar(plan.steps)
+    found["dtype"] = str(plan.dtype).removeprefix("torch.")
+    with bar.progress:
+        limits = ceilings(plan.device, plan.dtype)
+        found["ceilings"] = {
+            "read_gb_s": round(limits.read / 1e9, 2), "gflop_s": round(limits.flops / 1e9, 1),
+            "ridge": round(limits.ridge, 1),
+        }  # fmt: skip
+        for name in plan.engines:
+            _measure_engine(plan, name, limits, found, bar)
+        if "mha" in plan.shown:
+            _measure_heads(plan, limits, found, bar)
+        if "softmax" in plan.shown:
+            from diptych.profile.softmax import softmax_range
+
+            bar.next("Range of attention scores")
+            found["softmax"] = softmax_range(plan.folder, plan.dtype, plan.device)
+        if "table6" in plan.shown:
+            from diptych.profile.table6 import table6
+
+            found["table6"] = table6(plan, lambda engine: bar.next(f"Table 6: {engine}"))
+
+
+def make(name: str, plan: Plan, folder: Path | None = None, config: ModelConfig | None = None) -> Subject:
+    from diptych.profile.ours import Ours
+    from diptych.profile.theirs import Theirs
+
+    kind = Ours if name == "diptych" else Theirs
+    form = plan.form if folder is None else "dummy"
+    return kind(folder or plan.folder, config or plan.config, plan.dtype, plan.device, form)
+
+
+def _measure_engine(plan: Plan, name: str, limits: Ceilings, found: dict[str, Any], bar: _Bar) -> None:
+    from diptych.profile import anatomy, memory
+
+    _warm(plan, name)
+    memory.tidy(plan.device)
+    baseline = memory.used(plan.device)
+    engine = make(name, plan)
+    memory.tidy(plan.device)
+    runs = [(batch, context) for batch in plan.batches for context in plan.contexts]
+    if "latency" in plan.shown:
+        for batch, context in runs:
+            bar.next(f"{name}: generation, {batch} x {context}")
+            memory.tidy(plan.device)
+            found.setdefault("generations", []).append(anatomy.generation(engine, batch, context, plan.new, baseline))
+    if "operators" in plan.shown:
+        for batch, context in runs:
+            measured = anatomy.phases(
+                engine, batch, context, plan.rounds, limits,
+                lambda at=f"{batch} x {context}": bar.next(f"{name}: operators, {at}"),  # type: ignore[misc]
+            )  # fmt: skip
+            found.setdefault("phases", []).extend(measured)
+    if "cache" in plan.shown:
+        bar.next(f"{name}: without a KV cache")
+        few = min(plan.new, 8)
+        found.setdefault("without_cache", []).append(anatomy.without_cache(engine, 1, min(plan.contexts), few))
+
+
+def _warm(plan: Plan, name: str) -> None:
+    """One layer of it: libraries set themselves up at their first call, and that is not the model's memory or time."""
+    from diptych.workers.model.config import ModelConfig
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = _varied(plan.folder, Path(made), num_hidden_layers=1)
+        engine = make(name, plan, folder, ModelConfig.from_folder(folder))
+        engine.begin(1, 64, 4)
+        engine.prefill()
+        engine.decode()
+
+
+def _measure_heads(plan: Plan, limits: Ceilings, found: dict[str, Any], bar: _Bar) -> None:
+    """The same shape with as many KV heads as query heads, and with its own; both with random weights."""
+    from diptych.profile import anatomy
+    from diptych.workers.model.config import ModelConfig
+
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as made:
+        for kv_heads in dict.fromkeys((plan.config.heads, plan.config.kv_heads)):
+            folder = _varied(plan.folder, Path(made) / str(kv_heads), num_key_value_heads=kv_heads)
+            engine = make("diptych", plan, folder, ModelConfig.from_folder(folder))
+            for context in plan.contexts:
+                bar.next(f"{kv_heads} KV heads, context {context}")
+                decode = anatomy.phases(engine, plan.batches[0], context, plan.rounds, limits)[1]
+                operators = [each for each in decode["operators"] if each["category"] == "attention"]
+                rows.append({
+                    "heads": plan.config.heads, "kv_heads": kv_heads, "batch": plan.batches[0], "context": context,
+                    "cache_bytes": engine.expected_cache(plan.batches[0], context), "step_ms": decode["step_ms"],
+                    "attention_ms": round(sum(each["ms"] for each in operators), 4),
+                    "attention_share": decode["shares"]["attention"],
+                })  # fmt: skip
+    found["heads"] = rows

@@ -1,0 +1,155 @@
+"""Times a step's operators: a timeline cut at the border of every operator, each piece belonging to the innermost one.
+
+Every operator's time is measured by its own two borders, the time between operators too; nothing is a remainder. On a
+GPU the borders are events in the stream, and a pause before the step lets the host run ahead, so that the times are the
+device's and not the launching's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from diptych.profile.work import Operator, Work
+
+NONE = Work()
+BETWEEN = Operator("between operators", "other")
+_PAUSE = 60_000_000  # cycles of a GPU: some 30 ms, longer than a host takes to launch a step
+
+
+class Clock(Protocol):
+    def begin(self) -> None: ...
+    def mark(self) -> Any: ...
+    def seconds(self, marks: list[Any]) -> list[float]:
+        """Between consecutive marks."""
+        ...
+
+
+class HostClock:
+    def begin(self) -> None:
+        pass
+
+    def mark(self) -> float:
+        return perf_counter()
+
+    def seconds(self, marks: list[float]) -> list[float]:
+        return [b - a for a, b in pairwise(marks)]
+
+
+class StreamClock:
+    """CUDA events in the current stream."""
+
+    def begin(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_PAUSE)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Any:
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        marks[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+
+
+def clock_of(device: torch.device) -> Clock:
+    return StreamClock() if device.type == "cuda" else HostClock()
+
+
+@dataclass
+class Timed:
+    """What one operator did in one step."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    work: Work = field(default_factory=Work)
+
+
+class Recorder:
+    """`with recorder.step(): …` around each step, `with recorder.inside(operator, work): …` around each operator."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.steps: list[dict[Operator, Timed]] = []
+        self._marks: list[Any] = []
+        self._owners: list[Operator] = []
+        self._stack: list[Operator] = []
+        self._called: list[tuple[Operator, Work]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self.clock.begin()
+        self._stack, self._owners, self._called = [BETWEEN], [], []
+        self._marks = [self.clock.mark()]
+        yield
+        self._cut()
+        self._stack = []
+        self.steps.append(self._resolve())
+
+    def enter(self, operator: Operator, work: Work = NONE) -> None:
+        """Outside of a step nothing is recorded."""
+        if self._stack:
+            self._cut()
+            self._stack.append(operator)
+            self._called.append((operator, work))
+
+    def leave(self) -> None:
+        if self._stack:
+            self._cut()
+            self._stack.pop()
+
+    @contextmanager
+    def inside(self, operator: Operator, work: Work = NONE) -> Iterator[None]:
+        self.enter(operator, work)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @property
+    def innermost(self) -> str:
+        """The name of the operator that runs now."""
+        return self._stack[-1].name if self._stack else ""
+
+    def wrap(self, function: Callable[..., Any], describe: Callable[..., tuple[Operator, Work]]) -> Callable[..., Any]:
+        """`function`, recorded as what `describe` says of its arguments."""
+
+        def recorded(*args: Any, **named: Any) -> Any:
+            with self.inside(*describe(*args, **named)):
+                return function(*args, **named)
+
+        return recorded
+
+    def _cut(self) -> None:
+        self._marks.append(self.clock.mark())
+        self._owners.append(self._stack[-1])
+
+    def _resolve(self) -> dict[Operator, Timed]:
+        found: dict[Operator, Timed] = {BETWEEN: Timed(calls=1)}
+        for operator, work in self._called:
+            timed = found.setdefault(operator, Timed())
+            timed.calls += 1
+            timed.work += work
+        for operator, seconds in zip(self._owners, self.clock.seconds(self._marks), strict=True):
+            found[operator].seconds += seconds
+        return found
+
+
+@contextmanager
+def replaced(places: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Puts functions in the place of others (module or object, name, new one) while the block runs."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    try:
+        for owner, name, function in places:
+            setattr(owner, name, function)
+        yield
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
