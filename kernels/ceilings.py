@@ -13,7 +13,7 @@ import torch
 from diptych.kernels.linear import linear, pack_weight
 from diptych.kernels.timing import Replay
 
-_TRIES = 15
+_TRIES = 9
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ def ceilings(device: torch.device | str, dtype: torch.dtype) -> Ceilings:
     return Ceilings(read_bandwidth(), product_rate(8192, 8192, 8192, dtype))
 
 
-def _cpu_read(megabytes: int = 256) -> float:
+def _cpu_read(megabytes: int = 128) -> float:
     """The fastest of several: a ceiling is what nobody disturbed. A sum reads once and needs little arithmetic."""
     x = torch.ones(megabytes << 18)
     return x.nbytes / min(_seconds(lambda: x.sum()) for _ in range(_TRIES))
 
 
-def _cpu_products(dtype: torch.dtype, size: int = 1536) -> float:
+def _cpu_products(dtype: torch.dtype, size: int = 1024) -> float:
     """By the library and by the packed form that the decoder uses, whichever is faster."""
     a, b = (torch.randn(size, size, dtype=dtype) for _ in range(2))
     forms = (b, pack_weight(b))

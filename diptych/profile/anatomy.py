@@ -16,8 +16,8 @@ import torch
 
 from diptych.kernels.ceilings import Ceilings
 from diptych.profile.memory import MemoryCurve, Sizes, workspace
-from diptych.profile.recorder import BETWEEN, Recorder, Timed, clock_of
-from diptych.profile.work import CATEGORIES, Operator, Work
+from diptych.profile.recorder import Recorder, Timed, clock_of
+from diptych.profile.work import CATEGORIES, Operator
 from diptych.workers.memory import weight_bytes
 from diptych.workers.model.config import ModelConfig
 
@@ -44,26 +44,30 @@ class Subject(Protocol):
     def labelled(self, recorder: Recorder) -> AbstractContextManager[None]: ...
 
 
+def room(rounds: int) -> int:
+    """Tokens that `phases` generates after a prompt."""
+    return 4 * rounds + 1
+
+
 def phases(
-    engine: Subject, batch: int, context: int, rounds: int, limits: Ceilings, done: Callable[[], None] = lambda: None
+    engine: Subject, batch: int, context: int, rounds: int, done: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """Prefill of `context` tokens and decode after them, operator by operator."""
-    engine.begin(batch, context, 2 * rounds + 2)
+    """Prefill of `context` tokens and decode after them, operator by operator; `add_walls` completes the rows."""
+    engine.begin(batch, context, room(rounds))
     engine.prefill()
     engine.decode()
     found = []
-    for phase, step, times in (("prefill", engine.prefill, max(3, rounds // 2)), ("decode", engine.decode, rounds)):
+    for phase, step, times in (("prefill", engine.prefill, max(2, rounds // 2)), ("decode", engine.decode, 2 * rounds)):
         if phase == "decode":
             engine.prefill()
         found.append(
-            {"engine": engine.name, "phase": phase, "batch": batch, "context": context}
-            | _phase(engine, step, times, limits)
+            {"engine": engine.name, "phase": phase, "batch": batch, "context": context} | _phase(engine, step, times)
         )
         done()
     return found
 
 
-def _phase(engine: Subject, step: Callable[[], None], rounds: int, limits: Ceilings) -> dict[str, Any]:
+def _phase(engine: Subject, step: Callable[[], None], rounds: int) -> dict[str, Any]:
     """Plain and recorded steps by turns, so that what else happens on the machine meets both. Of each kind the
     fastest is taken: on a machine that others use it is the one that they disturbed least."""
     clock = clock_of(engine.device)
@@ -85,21 +89,32 @@ def _phase(engine: Subject, step: Callable[[], None], rounds: int, limits: Ceili
         "operators_ms": round(total * 1e3, 4), "operators_over_step": round(total / fastest, 4),
         "profiling_cost": round(statistics.median(totals) / statistics.median(plain) - 1, 4),
         "shares": {kind: round(share, 4) for kind, share in shares.items()},
-        "operators": [_row(o, t, total, limits) for o, t in operators.items() if t.seconds > 0],
+        "operators": [_row(o, t, total) for o, t in operators.items() if t.seconds > 0],
     }  # fmt: skip
 
 
-def _row(operator: Operator, timed: Timed, total: float, limits: Ceilings) -> dict[str, Any]:
-    work: Work = timed.work
-    floor = limits.floor(work.flops, work.moved)
-    intensity = work.flops / work.moved if work.moved else 0.0
+def _row(operator: Operator, timed: Timed, total: float) -> dict[str, Any]:
+    work = timed.work
     return {
         "name": operator.name, "category": operator.category, "shape": list(operator.shape), "calls": timed.calls,
         "ms": round(timed.seconds * 1e3, 4), "share": round(timed.seconds / total, 4),
-        "gflop": round(work.flops / 1e9, 4), "megabytes": round(work.moved / 1e6, 4), "intensity": round(intensity, 2),
-        "wall": "" if operator == BETWEEN or not work.moved else "compute" if intensity > limits.ridge else "memory",
-        "floor_ms": round(floor * 1e3, 4), "times_floor": round(timed.seconds / floor, 2) if floor else None,
+        "gflop": round(work.flops / 1e9, 9), "megabytes": round(work.moved / 1e6, 9),
     }  # fmt: skip
+
+
+def add_walls(phases: list[dict[str, Any]], limits: Ceilings) -> None:
+    """To each row its intensity (FLOP/byte), the wall that it stands at, the time that the machine needs at least, and
+    how many times that it took."""
+    for row in (row for phase in phases for row in phase["operators"]):
+        flops, moved = row["gflop"] * 1e9, row["megabytes"] * 1e6
+        intensity = flops / moved if moved else 0.0
+        floor = limits.floor(flops, moved) * 1e3
+        row |= {
+            "intensity": round(intensity, 2),
+            "wall": "" if not moved else "compute" if intensity > limits.ridge else "memory",
+            "floor_ms": round(floor, 4),
+            "times_floor": round(row["ms"] / floor, 2) if floor else None,
+        }
 
 
 def generation(engine: Subject, batch: int, context: int, new: int, baseline: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def tables(found: dict[str, Any]) -> str:
     ]
     said += [
         f"{each['kv_heads']:3} KV heads of {each['heads']}, context {each['context']:6}: {each['cache_bytes']:12,}"
-        f" bytes of cache, attention {each['attention_ms']:.3f} of {each['step_ms']:.2f} ms ({each['attention_share']:.1%})"
+        f" bytes, attention {each['attention_ms']:.3f} of {each['step_ms']:.2f} ms ({each['attention_share']:.0%})"
         for each in found.get("heads", ())
     ]
     if soft := found.get("softmax"):

@@ -1,0 +1,199 @@
+"""The anatomy: what an operator must do, what it took, and that both engines are measured alike."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diptych.cli import main
+from diptych.kernels.ceilings import Ceilings
+from diptych.profile import anatomy, softmax
+from diptych.profile.memory import MemoryCurve, tidy, used
+from diptych.profile.ours import Ours
+from diptych.profile.recorder import BETWEEN, Recorder
+from diptych.profile.theirs import Theirs
+from diptych.profile.work import Operator, Work, attention, product
+from diptych.workers.model.config import ModelConfig
+from tests.support.families import make_tiny
+
+CPU = torch.device("cpu")
+LIMITS = Ceilings(read=1e9, flops=10e9)
+
+
+@pytest.fixture(scope="module", params=["llama3", "mixtral", "qwen3_moe, a dense layer"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny")
+    make_tiny(request.param, made)
+    return made
+
+
+@pytest.fixture(params=[Ours, Theirs])
+def engine(request: pytest.FixtureRequest, folder: Path) -> Any:
+    return request.param(folder, ModelConfig.from_folder(folder), torch.float32, CPU, "auto")
+
+
+def test_the_work_of_a_product_and_of_attention() -> None:
+    assert product(2, 3, 5, 4) == Work(60, 4 * (6 + 15 + 10))
+    decode = attention(1, 10, 2, heads=4, kv_heads=2, dim=8, item=4, window=None)
+    assert decode.flops == 2 * 4 * 4 * 8 * 10
+    whole = attention(10, 10, 1, heads=4, kv_heads=2, dim=8, item=4, window=None)
+    assert whole.flops == 4 * 4 * 8 * 55
+    assert attention(10, 10, 1, 4, 2, 8, 4, window=3).flops == 4 * 4 * 8 * (1 + 2 + 3 * 8)
+
+
+def test_a_timeline_is_cut_at_the_borders_of_operators() -> None:
+    class Ticks:
+        now = 0.0
+
+        def begin(self) -> None:
+            pass
+
+        def mark(self) -> float:
+            self.now += 1.0
+            return self.now
+
+        def seconds(self, marks: list[float]) -> list[float]:
+            return [b - a for a, b in pairwise(marks)]
+
+    outer, inner = Operator("outer", "attention"), Operator("inner", "linear")
+    recorder = Recorder(Ticks())
+    with recorder.inside(outer):
+        pass  # not in a step: not recorded
+    with recorder.step():
+        with recorder.inside(outer, Work(1, 2)):
+            with recorder.inside(inner, Work(3, 4)):
+                pass
+            with recorder.inside(inner, Work(3, 4)):
+                pass
+    (step,) = recorder.steps
+    assert {o.name: t.seconds for o, t in step.items()} == {BETWEEN.name: 2, "outer": 3, "inner": 2}
+    assert (step[inner].calls, step[inner].work) == (2, Work(6, 8))
+
+
+def test_the_operators_of_both_engines(engine: Any) -> None:
+    prefill, decode = anatomy.phases(engine, 2, 20, 3)
+    anatomy.add_walls([prefill, decode], LIMITS)
+    for phase in (prefill, decode):
+        rows = phase["operators"]
+        assert sum(row["ms"] for row in rows) == pytest.approx(phase["operators_ms"], abs=0.01)
+        assert sum(phase["shares"].values()) == pytest.approx(1, abs=0.01)
+        assert phase["shares"]["attention"] > 0
+        assert phase["shares"]["linear"] > 0
+        assert all(row["wall"] for row in rows if row["gflop"])
+    moe = engine.config.moe is not None
+    assert all((decode["shares"][f"MoE {part}"] > 0) == moe for part in ("routing", "index", "experts"))
+
+
+def test_both_engines_do_the_same_products(folder: Path) -> None:
+    """FLOPs of the linear operators and of attention agree; names and merging do not."""
+    config, found = ModelConfig.from_folder(folder), []
+    for kind in (Ours, Theirs):
+        engine: Any = kind(folder, config, torch.float32, CPU, "auto")
+        for phase in anatomy.phases(engine, 1, 20, 2):
+            rows = phase["operators"]
+            for part in ("linear", "attention", "MoE experts"):
+                named = [row for row in rows if row["category"] == part and row["name"] not in ("q_norm", "k_norm")]
+                found.append((phase["phase"], part, round(sum(row["gflop"] for row in named) * 1e9)))
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
+def test_sizes_are_exact(engine: Any) -> None:
+    run = anatomy.generation(engine, 2, 20, 5, baseline=used(CPU))
+    for name in ("model", "cache"):
+        assert run["sizes"][name]["predicted"] == run["sizes"][name]["measured"], name
+    assert len(run["token_s"]) == 5
+    assert run["tokens_s"] > 0
+    assert run["memory"]
+
+
+def test_a_generation_without_a_cache(engine: Any) -> None:
+    found = anatomy.without_cache(engine, 1, 16, 3)
+    assert found["without_cache_ms"] > 0
+    engine.begin(1, 16, 3)  # both ways give the same tokens
+    engine.prefill()
+    first = engine.last.tolist()
+    engine.decode()
+    decoded = engine.last.tolist()
+    engine.begin(1, 16, 3)
+    engine.prefill()
+    assert engine.last.tolist() == first
+    engine.without_cache()
+    assert engine.last.tolist() == decoded
+
+
+def test_a_memory_curve_sees_what_is_taken() -> None:
+    tidy(CPU)
+    with MemoryCurve(CPU, used(CPU)) as curve:
+        taken = torch.ones(8 << 20)
+        curve._done.wait(0.05)
+    assert 0.9 * taken.nbytes < curve.peak < 1.5 * taken.nbytes
+
+
+def test_the_window_of_a_histogram() -> None:
+    counts = [0] * softmax.BINS
+    middle = softmax.BINS // 2
+    counts[middle - 1], counts[middle], counts[middle + 5] = 500, 499, 1
+    assert softmax.window(counts, 0.99) == (-1.0, 1.0)
+    assert softmax.window(counts, 0.9999) == (-1.0, 6.0)
+    assert softmax.inside(counts, -1.0, 1.0) == pytest.approx(0.999)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny")
+    make_tiny("mixtral", made)
+    return made
+
+
+def test_the_command(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--context", "16", "--new", "4", "--rounds", "2", "--show", "operators,latency,cache,mha"]
+    assert main(["profile", str(tiny), *limits, "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    line = json.loads(out.splitlines()[-1])
+    assert {phase["engine"] for phase in line["phases"]} == {"diptych", "transformers"}
+    assert [row["kv_heads"] for row in line["heads"]] == [6, 2]
+    assert line["heads"][0]["cache_bytes"] == 3 * line["heads"][1]["cache_bytes"]
+    assert {"commit", "torch", "machine"} <= set(line)
+    assert "Shares of a step" in out
+    assert line == json.loads((tmp_path / "profile.json").read_text())
+
+
+def test_shapes_without_weights(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--context", "8", "--new", "2", "--rounds", "2", "--show", "latency", "--layers", "2"]
+    assert main(["profile", str(tiny), *limits, "--load-format", "dummy", "--engine", "diptych"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["generations"][0]["engine"] == "diptych"
+
+
+def test_the_softmax_range_of_real_weights(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax, "texts", lambda: ["The capital of France is Paris.", "Why is the sky blue?"])
+    found = softmax.softmax_range(demo_model, torch.float32, CPU)
+    low, high = found["window"]
+    assert found["share_inside"] >= 0.9999
+    assert low < found["smallest"] + 30
+    assert high > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["Baichuan2-13B"], "not supported yet"),
+        (["chatglm3-6b"], "not supported yet"),
+        (["/no/such"], "/no/such"),
+        (["Llama-3-8B", "--show", "figure9"], "'figure9'"),
+        (["Llama-3-8B", "--context", "a"], "--context"),
+        (["Llama-3-8B", "--context", "9000"], "too long"),
+        (["Llama-3-8B", "--show", "softmax"], "real ones"),
+        (["Llama-3-8B", "--dtype", "int8"], "int8"),
+        (["Llama-3-8B", "--new", "1"], "2 or more"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], word: str) -> None:
+    assert main(["profile", *arguments]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert word in said[0]
