@@ -96,7 +96,8 @@ def test_both_engines_do_the_same_products(folder: Path) -> None:
         engine: Any = kind(folder, config, torch.float32, CPU, "auto")
         for phase in anatomy.phases(engine, 1, 20, 2):
             rows = phase["operators"]
-            for part in ("linear", "attention", "MoE experts"):
+            # A decode step's attention grows with its context, and which step is the fastest is chance.
+            for part in ("linear", "MoE experts", *(["attention"] if phase["phase"] == "prefill" else [])):
                 named = [row for row in rows if row["category"] == part and row["name"] not in ("q_norm", "k_norm")]
                 found.append((phase["phase"], part, round(sum(row["gflop"] for row in named) * 1e9)))
     assert found[: len(found) // 2] == found[len(found) // 2 :]
