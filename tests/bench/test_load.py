@@ -131,9 +131,19 @@ async def test_an_interrupted_command_reports(address: str, tmp_path: Path) -> N
     assert line["rows"][0]["answered"] >= 1
 
 
+async def test_a_broken_trace_is_one_error(address: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,48,x\n")
+    process = command("--address", address, "--trace", str(trace), "--recorded", "1")
+    _, err = await asyncio.to_thread(process.communicate, timeout=60)
+    assert process.returncode == 2
+    assert err.strip().splitlines() == [f"diptych: {trace}:2 is broken: '2023-11-16 18:17:03.9,48,x'."]
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
+        (["--model", "/no/such"], "/no/such"),
         (["--address", "127.0.0.1:1"], "127.0.0.1:1"),
         (["--search"], "--objective"),
         (["--objective", "ttft=0ms"], "met by no request"),
