@@ -205,8 +205,8 @@ def _rest(found: dict[str, Any], stem: str) -> Iterator[str]:
         low, high = soft["window"]
         yield (
             f"**Scores before softmax**: {soft['scores']:,} of them over {soft['prompts']} texts, from"
-            f" {soft['smallest']} to {soft['largest']}; {soft['share_inside']:.4%} lie in [{low:g}, {high:g}], the window"
-            f" for {soft['share']:.2%} (both sides alike, bins of {soft['bin']:g}).\n"
+            f" {soft['smallest']} to {soft['largest']}; {soft['share_inside']:.4%} lie in [{low:g}, {high:g}], the"
+            f" window for {soft['share']:.2%} (both sides alike, bins of {soft['bin']:g}).\n"
         )
         yield f"![scores](plots/{stem}/profile-softmax.svg)\n"
     if six := found.get("table6"):
