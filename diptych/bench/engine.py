@@ -152,7 +152,7 @@ def run_engine(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     line = result_line(
-        "engine", options.device, model=options.model, read_gb_s=round(read / 1e9, 1), rows=found,
+        "engine", options.device, model=Path(options.model).name, read_gb_s=round(read / 1e9, 1), rows=found,
         interrupted=interrupted,
     )  # fmt: skip
     if options.out and options.out.suffix == ".json":

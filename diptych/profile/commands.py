@@ -97,7 +97,7 @@ def run_profile(args: argparse.Namespace) -> int:
     from diptych.profile import report
 
     torch.set_num_threads(args.threads)
-    found: dict[str, Any] = {"model": args.model, "dtype": "", "threads": args.threads, "interrupted": False}
+    found: dict[str, Any] = {"model": Path(args.model).name, "dtype": "", "threads": args.threads, "interrupted": False}
     with _folder(args) as (folder, form):
         plan = _plan(args, folder, form)
         try:
@@ -272,6 +272,7 @@ def _measure_engine(plan: Plan, name: str, found: dict[str, Any], bar: _Bar) -> 
     memory.tidy(plan.device)
     baseline = memory.used(plan.device)
     engine = make(name, plan)
+    _step_once(engine)  # weights that are mapped from a file are read when they are first needed
     memory.tidy(plan.device)
     runs = [(batch, context) for batch in plan.batches for context in plan.contexts]
     if "latency" in plan.shown:
@@ -299,9 +300,13 @@ def _warm(plan: Plan, name: str) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = _varied(plan.folder, Path(made), num_hidden_layers=1)
         engine = make(name, plan, folder, ModelConfig.from_folder(folder))
-        engine.begin(1, 64, 4)
-        engine.prefill()
-        engine.decode()
+        _step_once(engine)
+
+
+def _step_once(engine: Subject) -> None:
+    engine.begin(1, 16, 4)
+    engine.prefill()
+    engine.decode()
 
 
 def _measure_heads(plan: Plan, found: dict[str, Any], bar: _Bar) -> None:
