@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,16 @@ def _processor() -> str:
     except OSError:
         pass
     return ""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM raises `KeyboardInterrupt` too while the block runs, so that either keeps what was measured."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def result_line(benchmark: str, device: str = "cpu", **results: Any) -> str:

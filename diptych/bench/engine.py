@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from diptych.bench.about import keep, result_line
+from diptych.bench.about import interruptible, keep, result_line
 from diptych.bench.shapes import SHAPES, write_shape
 from diptych.bench.stats import percentile
 from diptych.cluster.preflight import model_folder
@@ -140,7 +140,7 @@ def run_engine(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     interrupted = False
     try:
-        with tempfile.TemporaryDirectory() as made:
+        with interruptible(), tempfile.TemporaryDirectory() as made:
             shape = options.model in SHAPES
             folder = write_shape(options.model, Path(made), options.layers) if shape else model_folder(options.model)
             started = time.perf_counter()

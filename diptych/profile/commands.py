@@ -93,7 +93,7 @@ def run_profile(args: argparse.Namespace) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     import torch
 
-    from diptych.bench.about import keep, result_line
+    from diptych.bench.about import interruptible, keep, result_line
     from diptych.profile import report
 
     torch.set_num_threads(args.threads)
@@ -101,7 +101,8 @@ def run_profile(args: argparse.Namespace) -> int:
     with _folder(args) as (folder, form):
         plan = _plan(args, folder, form)
         try:
-            _measure(plan, found)
+            with interruptible():
+                _measure(plan, found)
         except KeyboardInterrupt:
             found["interrupted"] = True
     print(report.tables(found))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,20 @@ def test_the_command(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[s
     assert {"commit", "torch", "machine"} <= set(line)
     assert "Shares of a step" in out
     assert line == json.loads((tmp_path / "profile.json").read_text())
+
+
+def test_an_interruption_keeps_what_was_measured(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(anatomy, "without_cache", interrupted)
+    limits = ["--context", "8", "--new", "2", "--rounds", "2", "--engine", "diptych"]
+    assert main(["profile", str(tiny), *limits]) == 130
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["interrupted"]
+    assert line["phases"][0]["operators"][0]["wall"] is not None
 
 
 def test_shapes_without_weights(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
