@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 PLOTS = DOCS / "plots"
 
+PEERS = {(1, 1024): (4.97, 33_700), (32, 1024): (6.35, 42_900), (128, 1024): (11.1, 42_900), (32, 8000): (13.3, 38_200)}
+"""vLLM 0.25.1 on the same kind of card, Llama-3-8B: milliseconds a token and prefill tokens/s by (batch, prompt)."""
+
 HEAD = """# Performance
 
 What this project says about speed and memory, from its own commands. This page is drawn from
@@ -50,7 +53,7 @@ def source(name: str, found: dict[str, Any]) -> str:
     """Where a section's numbers are from."""
     versions = ", ".join(f"{key} {found[key]}" for key in ("torch", "transformers", "triton", "grpcio") if key in found)
     machine = found.get("machine") or found.get("gpu") or "NVIDIA H200"
-    commit = found.get("commit") or "not recorded"
+    commit = found.get("commit") or "named in [log.md](log.md)"
     note = "; the machine was in use by others" if found.get("load_before", 0) > 1 else ""
     told = f"{machine}{note}; {found['date']}; commit {commit}; {versions or 'versions not recorded'}"
     return f"*{told}; [{name}](../benchmarks/results/{name})*\n"
@@ -67,21 +70,32 @@ def engine() -> Iterator[str]:
         yield source(name, found)
         rows = [
             (f"{r['batch']} × {r['prompt']} → {r['new']}", r["tpot_ms"], r["floor_ms"], r["times_floor"],
-             r["prefill_tokens_s"], r.get("vllm_ms") or "–", r.get("vllm_prefill") or "–")
+             r["prefill_tokens_s"], *_peer(found, r))
             for r in found["rows"]
         ]  # fmt: skip
         head = ("batch × prompt → new", "ms a token", "floor", "×", "prefill tokens/s", "vLLM 0.25.1 ms", "its prefill")
         yield table(head, rows)
-        if any(row.get("vllm_ms") for row in found["rows"]):
+        if any(_peer(found, row) != NO_PEER for row in found["rows"]):
             yield _engine_plot(name.removesuffix(".json"), found)
 
 
+NO_PEER = ("–", "–")
+
+
+def _peer(found: dict[str, Any], row: dict[str, Any]) -> tuple[Any, Any]:
+    """What the peer took for the row; it was measured for one model on one kind of card."""
+    if found["model"] != "Llama-3-8B" or "H200" not in found.get("gpu", found.get("machine", "")):
+        return NO_PEER
+    return PEERS.get((row["batch"], row["prompt"]), NO_PEER)
+
+
 def _engine_plot(name: str, found: dict[str, Any]) -> str:
-    labels = [f"{row['batch']}×{row['prompt']}" for row in found["rows"]]
+    rows = [row | {"vllm_ms": peer} for row in found["rows"] if (peer := _peer(found, row)[0]) != "–"]
+    labels = [f"{row['batch']}×{row['prompt']}" for row in rows]
     with plots.figure(PLOTS, name, f"{found['model']}: time a token") as axes:
         for offset, (key, label) in enumerate((("floor_ms", "floor"), ("tpot_ms", "diptych"), ("vllm_ms", "vLLM"))):
             places = [at + 0.27 * (offset - 1) for at in range(len(labels))]
-            axes.bar(places, [row[key] or 0 for row in found["rows"]], 0.25, label=label, color=plots.COLOURS[offset])
+            axes.bar(places, [row[key] for row in rows], 0.25, label=label, color=plots.COLOURS[offset])
         axes.set_xticks(range(len(labels)), labels)
         axes.set(ylabel="ms")
         axes.legend(fontsize=8)
@@ -256,6 +270,8 @@ def main() -> None:
         made = list(section())
         parts += [title] * bool(title and made) + made
     (DOCS / "performance.md").write_text("\n".join(parts))
+    for drawn in PLOTS.rglob("*.png"):  # the page shows the SVG
+        drawn.unlink()
 
 
 if __name__ == "__main__":
