@@ -54,7 +54,8 @@ def source(name: str, found: dict[str, Any]) -> str:
     versions = ", ".join(f"{key} {found[key]}" for key in ("torch", "transformers", "triton", "grpcio") if key in found)
     machine = found.get("machine") or found.get("gpu") or "NVIDIA H200"
     commit = found.get("commit") or "named in [log.md](log.md)"
-    note = "; the machine was in use by others" if found.get("load_before", 0) > 1 else ""
+    load = found.get("load_average")
+    note = f"; load average {load} at the end, others' work included" if load else ""
     told = f"{machine}{note}; {found['date']}; commit {commit}; {versions or 'versions not recorded'}"
     return f"*{told}; [{name}](../benchmarks/results/{name})*\n"
 
@@ -240,7 +241,9 @@ def comparisons() -> Iterator[str]:
             for metric, v in cell["verdicts"].items():
                 spread = [f"{v[side]['median']:.1f} ({v[side]['min']:.1f}–{v[side]['max']:.1f})" for side in (a, b)]
                 where = f"{cell['workload']}, {cell['load']}"
-                rows.append((where, metric.replace("_", " "), *spread, v["ratio"], v["p"], v["better"] or "neither"))
+                rows.append(
+                    (where, metric.replace("_", " "), *spread, v["ratio"] or "–", v["p"], v["better"] or "neither")
+                )
         yield table(("load", "metric", a, b, f"{b} / {a}", "p", "better"), rows)
         yield "\n".join(f"- {sentence}" for sentence in found["conclusion"]) + "\n"
 

@@ -18,13 +18,14 @@ _PACKAGES = ("torch", "transformers", "grpcio", "triton")
 
 
 def about(device: str = "cpu") -> dict[str, Any]:
+    """load_average: of the last minute, now: whether others used the machine too."""
     return {
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         **{name: found for name in _PACKAGES if (found := _version(name))},
         "machine": _machine(device),
-        "load_before": round(os.getloadavg()[0], 2),
+        "load_average": round(os.getloadavg()[0], 2),
     }
 
 

@@ -50,15 +50,18 @@ def metrics(found: dict[str, Any]) -> dict[str, float]:
 
 
 def verdict(name: str, a: list[float], b: list[float], names: Sequence[str]) -> dict[str, Any]:
-    ratios = [y / x if x else float("inf") for x, y in zip(a, b, strict=True)]
-    p = sign_flip([y - x for x, y in zip(a, b, strict=True)])
-    ratio = statistics.median(ratios)
+    """ratio: the median of b / a over the rounds where a is not 0, with its range; None if there is none."""
+    differences = [y - x for x, y in zip(a, b, strict=True)]
+    ratios = [y / x for x, y in zip(a, b, strict=True) if x]
+    p, apart = sign_flip(differences), statistics.fmean(differences)
     better = ""
-    if p <= ALPHA and ratio != 1:
-        better = names[(ratio > 1) if name in _HIGHER else (ratio < 1)]
+    if p <= ALPHA and apart:
+        better = names[(apart > 0) if name in _HIGHER else (apart < 0)]
     return {
-        names[0]: _spread(a), names[1]: _spread(b), "ratio": round(ratio, 4),
-        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)], "p": round(p, 4), "better": better,
+        names[0]: _spread(a), names[1]: _spread(b),
+        "ratio": round(statistics.median(ratios), 4) if ratios else None,
+        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)] if ratios else None,
+        "p": round(p, 4), "better": better,
     }  # fmt: skip
 
 
@@ -117,7 +120,8 @@ def conclusion(cells: Sequence[Cell], names: Sequence[str]) -> list[str]:
     """In words: for each workload and load who is better at what, then where the lines cross."""
     said = []
     for cell in cells:
-        rows = cell.verdicts(names)
+        if not (rows := cell.verdicts(names)):
+            continue  # interrupted before it was measured
         wins = [[name for name, row in rows.items() if row["better"] == side] for side in names]
         where = f"{cell.workload} ({cell.share:.0%} of the tokens are prompt), {cell.load}"
         for side, other, won, lost in ((names[0], names[1], *wins), (names[1], names[0], *wins[::-1])):

@@ -53,8 +53,9 @@ def verdicts(cell: Cell, names: Sequence[str]) -> str:
     said = [f"{cell.workload}, {cell.load}: medians over rounds [range]; ratio = {names[1]} / {names[0]}"]
     for name, found in cell.verdicts(names).items():
         a, b = (f"{f['median']:.2f} [{f['min']:.2f}–{f['max']:.2f}]" for f in (found[names[0]], found[names[1]]))
+        ratio = f"{found['ratio']:.3f}" if found["ratio"] is not None else "–"
         better = f"{found['better']} is better" if found["better"] else "no difference beyond chance"
-        said.append(f"  {name:20} {a:>30} {b:>30}  × {found['ratio']:<7.3f} p {found['p']:<7.4f} {better}")
+        said.append(f"  {name:20} {a:>30} {b:>30}  × {ratio:<7} p {found['p']:<7.4f} {better}")
     return "\n".join(said)
 
 
