@@ -158,7 +158,7 @@ def _figures(found: dict[str, Any], stem: str) -> Iterator[str]:
         yield "**Shares of a step** (figure 15)\n"
         rows = [
             (p["engine"], p["phase"], p["context"], p["step_ms"], f"{p['operators_over_step']:.1%}",
-             f"{p['profiling_cost']:+.1%}", *(f"{p['shares'][kind]:.1%}" for kind in CATEGORIES))
+             f"{p['profiling_cost']:.1%}", *(f"{p['shares'][kind]:.1%}" for kind in CATEGORIES))
             for p in phases
         ]  # fmt: skip
         yield table(("engine", "phase", "context", "ms", "operators' sum", "recording costs", *CATEGORIES), rows)

@@ -16,7 +16,7 @@ import torch
 
 from diptych.kernels.ceilings import Ceilings
 from diptych.profile.memory import MemoryCurve, Sizes, workspace
-from diptych.profile.recorder import Recorder, Timed, clock_of
+from diptych.profile.recorder import RECORDING, Recorder, Timed, clock_of
 from diptych.profile.work import CATEGORIES, Operator
 from diptych.workers.memory import weight_bytes
 from diptych.workers.model.config import ModelConfig
@@ -80,6 +80,7 @@ def _phase(engine: Subject, step: Callable[[], None], rounds: int) -> dict[str, 
         plain += clock.seconds(marks)
         with engine.labelled(recorder), recorder.step():
             step()
+    recording = [step.pop(RECORDING).seconds for step in recorder.steps]
     totals = [sum(timed.seconds for timed in step.values()) for step in recorder.steps]
     operators = recorder.steps[totals.index(min(totals))]
     total, fastest = min(totals), min(plain)
@@ -87,7 +88,7 @@ def _phase(engine: Subject, step: Callable[[], None], rounds: int) -> dict[str, 
     return {
         "step_ms": round(fastest * 1e3, 4), "median_ms": round(statistics.median(plain) * 1e3, 4),
         "operators_ms": round(total * 1e3, 4), "operators_over_step": round(total / fastest, 4),
-        "profiling_cost": round(statistics.median(totals) / statistics.median(plain) - 1, 4),
+        "profiling_cost": round(statistics.median(r / t for r, t in zip(recording, totals, strict=True)), 4),
         "shares": {kind: round(share, 4) for kind, share in shares.items()},
         "operators": [_row(o, t, total) for o, t in operators.items() if t.seconds > 0],
     }  # fmt: skip

@@ -1,8 +1,8 @@
 """Times a step's operators: a timeline cut at the border of every operator, each piece belonging to the innermost one.
 
-Every operator's time is measured by its own two borders, the time between operators too; nothing is a remainder. On a
-GPU the borders are events in the stream, and a pause before the step lets the host run ahead, so that the times are the
-device's and not the launching's.
+Every operator's time is measured by its own two borders, the time between operators too; nothing is a remainder. What a
+border itself costs the host is measured as well, and belongs to no operator. On a GPU the borders are events in the
+stream, and a pause before the step lets the host run ahead, so that the times are the device's and not the launching's.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from diptych.profile.work import Operator, Work
 
 NONE = Work()
 BETWEEN = Operator("between operators", "other")
+RECORDING = Operator("recording itself", "other")
 _PAUSE = 60_000_000  # cycles of a GPU: some 30 ms, longer than a host takes to launch a step
 
 
 class Clock(Protocol):
+    """on_host: its time passes while a border is drawn."""
+
+    on_host: bool
+
     def begin(self) -> None: ...
     def mark(self) -> Any: ...
     def seconds(self, marks: list[Any]) -> list[float]:
@@ -32,6 +37,8 @@ class Clock(Protocol):
 
 
 class HostClock:
+    on_host = True
+
     def begin(self) -> None:
         pass
 
@@ -44,6 +51,8 @@ class HostClock:
 
 class StreamClock:
     """CUDA events in the current stream."""
+
+    on_host = False
 
     def begin(self) -> None:
         torch.cuda.synchronize()
@@ -89,21 +98,32 @@ class Recorder:
         self._stack, self._owners, self._called = [BETWEEN], [], []
         self._marks = [self.clock.mark()]
         yield
-        self._cut()
+        self._arrive()
         self._stack = []
         self.steps.append(self._resolve())
 
     def enter(self, operator: Operator, work: Work = NONE) -> None:
         """Outside of a step nothing is recorded."""
         if self._stack:
-            self._cut()
-            self._stack.append(operator)
-            self._called.append((operator, work))
+            self._arrive()
+            self._enter(operator, work)
+
+    def enter_as(self, describe: Callable[..., tuple[Operator, Work]], *args: Any, **named: Any) -> None:
+        """`enter` what `describe` says of the arguments; finding that out is recording's time too."""
+        if self._stack:
+            self._arrive()
+            self._enter(*describe(*args, **named))
+
+    def _enter(self, operator: Operator, work: Work) -> None:
+        self._stack.append(operator)
+        self._called.append((operator, work))
+        self._depart()
 
     def leave(self) -> None:
         if self._stack:
-            self._cut()
+            self._arrive()
             self._stack.pop()
+            self._depart()
 
     @contextmanager
     def inside(self, operator: Operator, work: Work = NONE) -> Iterator[None]:
@@ -122,17 +142,26 @@ class Recorder:
         """`function`, recorded as what `describe` says of its arguments."""
 
         def recorded(*args: Any, **named: Any) -> Any:
-            with self.inside(*describe(*args, **named)):
+            self.enter_as(describe, *args, **named)
+            try:
                 return function(*args, **named)
+            finally:
+                self.leave()
 
         return recorded
 
-    def _cut(self) -> None:
+    def _arrive(self) -> None:
+        """The innermost operator's time ends here."""
         self._marks.append(self.clock.mark())
         self._owners.append(self._stack[-1])
 
+    def _depart(self) -> None:
+        if self.clock.on_host:
+            self._marks.append(self.clock.mark())
+            self._owners.append(RECORDING)
+
     def _resolve(self) -> dict[Operator, Timed]:
-        found: dict[Operator, Timed] = {BETWEEN: Timed(calls=1)}
+        found: dict[Operator, Timed] = {BETWEEN: Timed(calls=1), RECORDING: Timed()}
         for operator, work in self._called:
             timed = found.setdefault(operator, Timed())
             timed.calls += 1

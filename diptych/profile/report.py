@@ -42,7 +42,7 @@ def _phase(phase: dict[str, Any]) -> str:
     said = [
         f"\n{phase['engine']}, {phase['phase']}, {phase['batch']} x {phase['context']}: {phase['step_ms']:.3f} ms"
         f" a step (median {phase['median_ms']:.3f}); the operators add up to {phase['operators_ms']:.3f}"
-        f" ({phase['operators_over_step']:.1%}); recording costs {phase['profiling_cost']:+.1%} in the median",
+        f" ({phase['operators_over_step']:.1%}); recording took {phase['profiling_cost']:.1%} more",
         f"  {'operator':26} {'calls':>5} {'M x K x N':>20} {'GFLOP':>9} {'MB':>9} {'FLOP/B':>8} {'wall':>8}"
         f" {'ms':>9} {'floor':>9} {'×':>6} {'share':>6}",
     ]

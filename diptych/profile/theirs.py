@@ -193,7 +193,7 @@ def _product(name: str, kind: Any, x: Tensor, n: int, k: int, item: int) -> tupl
 
 def _entering(recorder: Recorder, describe: Callable[..., tuple[Operator, Work]]) -> Callable[..., None]:
     def hook(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        recorder.enter(*describe(*args, **named))
+        recorder.enter_as(describe, *args, **named)
 
     return hook
 

@@ -17,7 +17,7 @@ from diptych.kernels.ceilings import Ceilings
 from diptych.profile import anatomy, softmax
 from diptych.profile.memory import MemoryCurve, tidy, used
 from diptych.profile.ours import Ours
-from diptych.profile.recorder import BETWEEN, Recorder
+from diptych.profile.recorder import BETWEEN, RECORDING, Recorder
 from diptych.profile.theirs import Theirs
 from diptych.profile.work import Operator, Work, attention, product
 from diptych.workers.model.config import ModelConfig
@@ -50,6 +50,7 @@ def test_the_work_of_a_product_and_of_attention() -> None:
 
 def test_a_timeline_is_cut_at_the_borders_of_operators() -> None:
     class Ticks:
+        on_host = True
         now = 0.0
 
         def begin(self) -> None:
@@ -73,7 +74,9 @@ def test_a_timeline_is_cut_at_the_borders_of_operators() -> None:
             with recorder.inside(inner, Work(3, 4)):
                 pass
     (step,) = recorder.steps
-    assert {o.name: t.seconds for o, t in step.items()} == {BETWEEN.name: 2, "outer": 3, "inner": 2}
+    assert {o.name: t.seconds for o, t in step.items()} == {
+        BETWEEN.name: 2, "outer": 3, "inner": 2, RECORDING.name: 6,
+    }  # fmt: skip
     assert (step[inner].calls, step[inner].work) == (2, Work(6, 8))
 
 
