@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -36,7 +37,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run_engine(args: argparse.Namespace) -> int:
-    from diptych.bench.engine import run_engine  # torch is slow to import
+    # As in an engine process: read once, when torch loads its threads. At a barrier a thread spins a little, then sleeps.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    from diptych.bench.engine import run_engine
 
     return run_engine(args)
 
