@@ -37,7 +37,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run_engine(args: argparse.Namespace) -> int:
-    # As in an engine process: read once, when torch loads its threads. At a barrier a thread spins a little, then sleeps.
+    # As in an engine process: read once, when torch loads its threads. A thread spins a little, then sleeps.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from diptych.bench.engine import run_engine
 
