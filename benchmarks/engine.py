@@ -113,11 +113,7 @@ class Bench:
         return found
 
     def _weight_bytes(self) -> int:
-        decoder = self.engine.runner.decoder
-        held = [
-            t for layer in decoder.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down) if t is not None
-        ]
-        return sum(t.numel() * t.element_size() for t in [*held, decoder.head])
+        return self.engine.runner.decoder.read_bytes()
 
 
 def main() -> None:

@@ -161,6 +161,8 @@ def build_follower(launch: Launch, channel: EngineChannel, line: Line) -> tuple[
 def _join(launch: Launch, store: TCPStore) -> Group:
     settings = launch.settings
     device = _device(settings, launch.rank)
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
     transport = transport_for(device, settings.transport)
     limit = settings.limits.group_start
     return join(transport, store, launch.epoch, launch.rank, settings.tensor, settings.host, device, limit)

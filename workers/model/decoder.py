@@ -104,6 +104,15 @@ class Decoder:
         """[rows, vocab] float32 of some rows of `__call__`'s result: the same bits at every rank."""
         return self.head(hidden)
 
+    def read_bytes(self) -> int:
+        """Bytes of this rank's matrices that every decode step reads; experts, of which it reads some, not counted."""
+        found = [self.head.weight]
+        for layer in self.layers:
+            found += [layer.qkv, layer.out.weight]
+            if layer.gate_up is not None and layer.down is not None:
+                found += [layer.gate_up, layer.down.weight]
+        return sum(matrix.numel() * matrix.element_size() for matrix in found)
+
     def expert_load(self) -> tuple[int, ...]:
         """Tokens that each expert was given since the start, all layers together; empty where nobody counts."""
         counted = [layer.experts.load for layer in self.layers if isinstance(layer.experts, SpreadExperts)]
