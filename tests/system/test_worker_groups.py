@@ -71,7 +71,10 @@ async def _answers(client: Client) -> list[list[int]]:
     return [ids(answer) for answer in found]
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(1, 2), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (2, 2), (1, 4)))],
+)
 async def test_groups_of_unequal_sizes(
     dense: tuple[Path, list[list[int]]], tmp_path: Path, prefill: int, decode: int
 ) -> None:
@@ -88,6 +91,7 @@ async def test_groups_of_unequal_sizes(
             await until_idle(client)
 
 
+@pytest.mark.slow
 async def test_sampling_penalties_and_logprobs_are_alike_at_every_rank(
     dense: tuple[Path, list[list[int]]], tmp_path: Path
 ) -> None:
@@ -112,7 +116,7 @@ async def test_sampling_penalties_and_logprobs_are_alike_at_every_rank(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("spread", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_experts(mixture: tuple[Path, list[list[int]]], tmp_path: Path, spread: bool) -> None:
     folder, right = mixture
     arguments = small(
@@ -131,7 +135,7 @@ async def test_smollm2_at_three_ranks_says_what_it_always_says(demo_model: Path,
             await until_idle(client)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
 async def test_a_rank_that_dies_ends_its_group_and_nothing_else(
     dense: tuple[Path, list[list[int]]], tmp_path: Path, role: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Two ranks in lock step, the first one's engine in this process: whatever its policies do, one rank's tokens come out."""
+"""Two ranks in lock step, the first engine in this process: whatever its policies do, the tokens stay the same."""
 
 from __future__ import annotations
 
