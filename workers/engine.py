@@ -133,16 +133,17 @@ class Engine:
             self._commit(launch)
 
     def _step_failed(self, step: Step, error: Exception) -> None:
-        """The step's own requests fail; everybody else goes on. A device that fails every step is lost."""
+        """The step's own requests fail; everybody else goes on. A device that fails every step is lost. Of several ranks
+        nobody knows how far the others got: the group ends at once, and its routers say so to everyone."""
         log.error("step %d failed", step.number, exc_info=error)
+        if not self.runner.alone:
+            raise Internal(f"A step of a group failed, which leaves its ranks out of step: {error!r}.") from error
         self.failures += 1
         for row in step.rows:
             row.seq.in_flight -= 1
             row.seq.pending -= row.sample
             self._settle_blocks(row.seq)
             self.end(row.seq, "error", Internal(f"A step failed: {error}"))
-        if not self.runner.alone:
-            raise Internal(f"A step of a group failed, which leaves its ranks out of step: {error!r}.") from error
         if self.failures >= FAILURES:
             raise Internal(f"{FAILURES} steps in a row failed, the last with {error!r}.") from error
 
