@@ -91,6 +91,8 @@ class LeadingRunner:
             known = self._known[seq] = _Known(self._handles)
             opened.append(Opened(known.handle, seq.request, tuple(seq.tokens[seq.prompt_len :])))
         keep, size = len(known.blocks), len(seq.blocks)
+        if seq.blocks == known.blocks:  # nearly always, and without a copy
+            return RowOrder(known.handle, row.start, row.count, row.sample, keep, ())
         if seq.blocks[:keep] != known.blocks:
             keep = next((at for at in range(min(keep, size)) if seq.blocks[at] != known.blocks[at]), min(keep, size))
         added = seq.blocks[keep:]
