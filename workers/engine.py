@@ -133,8 +133,8 @@ class Engine:
             self._commit(launch)
 
     def _step_failed(self, step: Step, error: Exception) -> None:
-        """The step's own requests fail; everybody else goes on. A device that fails every step is lost. Of several ranks
-        nobody knows how far the others got: the group ends at once, and its routers say so to everyone."""
+        """The step's own requests fail; everybody else goes on. A device that fails every step is lost. In a group of
+        several ranks nobody knows how far the others got: it ends at once, and its routers say so to everyone."""
         log.error("step %d failed", step.number, exc_info=error)
         if not self.runner.alone:
             raise Internal(f"A step of a group failed, which leaves its ranks out of step: {error!r}.") from error
