@@ -106,10 +106,7 @@ class DecodeGraph:
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    matrices = [
-        t for layer in decoder.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down) if t is not None
-    ]
-    return sum(t.numel() * t.element_size() for t in [*matrices, decoder.head])
+    return decoder.read_bytes()
 
 
 def measure(row: Row, decoder: Decoder, read: float, rounds: int = 5) -> dict[str, object]:

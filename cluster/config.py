@@ -70,6 +70,7 @@ class GroupConfig(_Section):
     gpus: Annotated[float, Field(ge=0)] = 0.0
     threads: Positive = 2
     tensor: Positive = 1
+    spread_experts: bool = False
     cache_blocks: NotNegative = 0
     cache_bytes: NotNegative = 0
     memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -164,8 +165,6 @@ class Config(_Section):
         own = self._group(role)
         if own.count == 0:
             raise ConfigInvalid(f"{role}.count is 0, but roles = {self.roles} needs at least one {role} worker.")
-        if own.tensor > 1:
-            raise ConfigInvalid(f"{role}.tensor is {own.tensor}: a worker cannot use several GPUs yet; set it to 1.")
         if role != "prefill" and own.token_budget <= own.max_batch:  # a prefill worker's batch does not decode
             raise ConfigInvalid(
                 f"{role}.token_budget ({own.token_budget}) must exceed {role}.max_batch ({own.max_batch}): a full "

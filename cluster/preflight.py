@@ -7,11 +7,14 @@ an operator the wait for a cluster when the folder cannot work.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from diptych.contract.errors import ConfigInvalid, ModelUnsupported
 from diptych.workers.model.family import FAMILIES
+from diptych.workers.parallel.layout import ModelSizes, refuse_bad_layout
+from diptych.workers.settings import WorkerSettings
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20  # the format's own
@@ -45,6 +48,24 @@ def check_model(folder: Path, *, weights: bool = True) -> None:
     _read(folder / "tokenizer.json")
     if weights:
         _check_weights(folder)
+
+
+def check_layout(folder: Path, groups: Iterable[WorkerSettings]) -> None:
+    """Raises `ConfigInvalid` with the numbers when a group's ranks cannot divide the model."""
+    raw = _read(folder / "config.json")
+    heads = int(raw.get("num_attention_heads") or 0)
+    experts = int(raw.get("num_local_experts") or raw.get("num_experts") or 0)
+    width = int(raw.get("intermediate_size") or 0)
+    sizes = ModelSizes(
+        heads,
+        int(raw.get("num_key_value_heads") or heads),
+        width,
+        experts,
+        int(raw.get("moe_intermediate_size") or width),
+    )
+    for group in groups:
+        if group.tensor > 1 or group.spread_experts:
+            refuse_bad_layout(sizes, group.tensor, group.spread_experts, group.name)
 
 
 def _cached(name: str) -> Path:

@@ -45,6 +45,27 @@ def moe(x: Tensor, router_weight: Tensor, gate_up: Experts, down: Experts, top_k
     return moe_reference(x, router_weight, gate_up, down, top_k, normalise)
 
 
+def routed_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Experts, down: Experts) -> Tensor:
+    """y[t] = Σ over k of weights[t, k] * expert_{experts[t, k]}(x[t]), for tokens that were routed before.
+
+    x: [T, H]. weights: [T, top_k] float32. experts: [T, top_k] int64, rows of gate_up and down; -1 adds nothing.
+    gate_up: [E, 2F, H]. down: [E, H, F]. Returns [T, H] of x's dtype, weighed in float32; T and E's use may be zero.
+    """
+    y = torch.zeros(x.shape, dtype=torch.float32 if x.dtype.itemsize < 4 else x.dtype, device=x.device)
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
+    tokens = order // experts.shape[1]
+    counts = torch.bincount(flat[order], minlength=len(gate_up)).tolist()
+    start = 0
+    for e, count in enumerate(counts):
+        if count:
+            here = tokens[start : start + count]
+            part = _expert(x.index_select(0, here), gate_up[e], down[e])
+            y.index_add_(0, here, part.to(y.dtype) * weights.flatten()[order[start : start + count], None].to(y.dtype))
+            start += count
+    return y.to(x.dtype)
+
+
 def moe_reference(
     x: Tensor, router_weight: Tensor, gate_up: Experts, down: Experts, top_k: int, normalise: bool
 ) -> Tensor:

@@ -27,6 +27,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     secret: bytes
     epoch: str
     id: str
+    rank: int = 0
 
 
 class Deliver(msgspec.Struct, frozen=True, tag=True):

@@ -36,6 +36,7 @@ from diptych.contract.wire import Step as StepMessage
 from diptych.workers.blocks import BlockPool
 from diptych.workers.channel import Deliver, Drain, Emit, EngineChannel, Peers, Report, SessionGone, ToEngine
 from diptych.workers.handover import Handover
+from diptych.workers.parallel.lead import LeadingRunner
 from diptych.workers.runner import Launch, Launched, Runner
 from diptych.workers.scheduler import Scheduler, Step
 from diptych.workers.sequence import Sequence, State
@@ -52,7 +53,12 @@ class Engine:
     """Everything one rank does. `run` returns when the front is gone."""
 
     def __init__(
-        self, settings: WorkerSettings, runner: Runner, pool: BlockPool, channel: EngineChannel, handover: Handover
+        self,
+        settings: WorkerSettings,
+        runner: Runner | LeadingRunner,
+        pool: BlockPool,
+        channel: EngineChannel,
+        handover: Handover,
     ) -> None:
         self.settings, self.limits = settings, settings.limits
         self.runner, self.pool, self.channel, self.handover = runner, pool, channel, handover
@@ -94,7 +100,8 @@ class Engine:
         step = self.scheduler.schedule()
         if step is not None:
             self._announce_revoked(step)
-            self._launch(step)
+            if step.rows:  # or making room was all that it did
+                self._launch(step)
         self._commit_all(keep=self.runner.overlap if step is not None else 0)
         # With nothing launched only a message, an event or a deadline can change anything, and each of them wakes us.
         self._busy = step is not None or bool(self._launched)
@@ -126,8 +133,11 @@ class Engine:
             self._commit(launch)
 
     def _step_failed(self, step: Step, error: Exception) -> None:
-        """The step's own requests fail; everybody else goes on. A device that fails every step is lost."""
+        """The step's own requests fail; everybody else goes on. A device that fails every step is lost. In a group of
+        several ranks nobody knows how far the others got: it ends at once, and its routers say so to everyone."""
         log.error("step %d failed", step.number, exc_info=error)
+        if not self.runner.alone:
+            raise Internal(f"A step of a group failed, which leaves its ranks out of step: {error!r}.") from error
         self.failures += 1
         for row in step.rows:
             row.seq.in_flight -= 1
@@ -431,6 +441,7 @@ class Engine:
             gained=gained,
             lost=lost,
             draining=self.draining,
+            experts=self.runner.decoder.expert_load(),
         )
         self.channel.send(Report(load))
 

@@ -1,6 +1,8 @@
-"""An engine's process: `python -m diptych.workers.engine_process FD`, started by its front and by nothing else.
+"""An engine's process: `python -m diptych.workers.engine_process FD LINE…`, started by its front and by nothing else.
 
-Loads the model, allocates the cache, opens the link listener, says `Up`, and runs the loop until the front is gone.
+FD is the channel to the front. The group's first rank gets a line to each other rank, every other rank one to the
+first. Loads its part of the model, allocates the cache, opens the link listener, says `Up`, and runs its loop until the
+front is gone: the engine's at the first rank, a follower's at the others.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from diptych.contract.errors import DiptychError, Internal
+from diptych.contract.errors import ConfigInvalid, DiptychError, Internal
 from diptych.contract.wire import PROTOCOL
 from diptych.workers.blocks import BlockPool
 from diptych.workers.cache import KVCache, KVLayout
@@ -31,9 +36,17 @@ from diptych.workers.memory import cache_blocks, refuse_what_does_not_fit
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import dtype_of, load
+from diptych.workers.parallel.follow import Follower
+from diptych.workers.parallel.group import Group, join
+from diptych.workers.parallel.layout import ExpertTable, ModelSizes, Shard, kv_share, refuse_bad_layout
+from diptych.workers.parallel.lead import Followers, LeadingRunner
+from diptych.workers.parallel.orders import Join, Line
 from diptych.workers.runner import Runner
 from diptych.workers.sampler import Sampler
 from diptych.workers.settings import WorkerSettings
+from diptych.workers.transfer.events import Event
+from diptych.workers.transfer.links import Links
+from diptych.workers.transfer.pair import connect_store, host_store, transport_for
 
 SAMPLES = 64  # pieces of 4 KiB that the digest reads of each weight file
 
@@ -43,9 +56,10 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # A group ends by its front's word; Ctrl-C in a terminal reaches every process and must not tear streams.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = EngineChannel(socket.socket(fileno=int(sys.argv[1])))
+    own, *others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    channel = EngineChannel(own)
     try:
-        _serve(channel)
+        _serve(channel, [Line(other) for other in others])
     except EOFError:
         return 0
     except DiptychError as error:
@@ -58,69 +72,162 @@ def main() -> int:
     return 0
 
 
-def _serve(channel: EngineChannel) -> None:
+def _serve(channel: EngineChannel, lines: list[Line]) -> None:
     launch = channel.first()
-    settings = launch.settings
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(launch.settings.threads)
     # A link's thread must get the interpreter within a fraction of a step.
     sys.setswitchinterval(1e-4)
-    engine, up = build(launch, channel)
+    loop: Engine | Follower
+    loop, up = build(launch, channel, lines) if launch.rank == 0 else build_follower(launch, channel, lines[0])
     # What was made until here lives as long as the process: collections must not walk it between two steps.
     gc.collect()
     gc.freeze()
     channel.send(up)
-    engine.run()
+    loop.run()
 
 
-def build(launch: Launch, channel: EngineChannel) -> tuple[Engine, Up]:
-    """Everything an engine is made of, from the model's folder to the listener."""
+@dataclass(frozen=True)
+class Rank:
+    """What every rank is made of."""
+
+    settings: WorkerSettings
+    config: ModelConfig
+    context: int
+    blocks: int
+    digest: str
+    runner: Runner
+
+    def up(self, address: str, transport: str) -> Up:
+        return Up(
+            link=address,
+            digest=self.digest,
+            block_size=self.settings.block_size,
+            total_blocks=self.blocks,
+            max_context=self.context,
+            pid=os.getpid(),
+            device=self.settings.device,
+            transport=transport,
+        )
+
+    def links(self, launch: Launch, report: Callable[[Event], None]) -> Links:
+        return Links(
+            self.settings,
+            launch.id,
+            launch.epoch,
+            launch.secret,
+            self.digest,
+            launch.rank,
+            self.config.kv_heads,
+            self.runner.cache,
+            report,
+        )
+
+
+def build(launch: Launch, channel: EngineChannel, lines: Sequence[Line] = ()) -> tuple[Engine, Up]:
+    """The first rank: everything an engine is made of, from the model's folder to the listener."""
+    group, followers = None, Followers(lines)
+    if lines:
+        store, address = host_store(launch.settings.host, launch.settings.limits.group_start)
+        followers.order(Join(*address))
+        group = _join(launch, store)
+    rank = build_rank(launch, channel, group)
+    pool = BlockPool(rank.blocks, rank.settings.block_size, rank.settings.prefix_cache)
+    handover = Handover(
+        rank.settings,
+        rank.config.kv_heads,
+        pool,
+        followers,
+        channel.wake,
+        lambda report: rank.links(launch, report),
+    )
+    for line in lines:
+        followers.listen(line, handover.post)
+    runner = LeadingRunner(rank.runner, followers) if lines else rank.runner
+    engine = Engine(rank.settings, runner, pool, channel, handover)
+    return engine, rank.up(handover.address, handover.transport)
+
+
+def build_follower(launch: Launch, channel: EngineChannel, line: Line) -> tuple[Follower, Up]:
+    """Any other rank."""
+    first = line.order()
+    if not isinstance(first, Join):
+        raise Internal(f"{type(first).__name__} came before Join.")
+    store = connect_store((first.store_host, first.store_port), launch.settings.limits.group_start)
+    rank = build_rank(launch, channel, _join(launch, store))
+    links = rank.links(launch, line.report)
+    return Follower(rank.runner, line, links), rank.up(links.address, links.transport)
+
+
+def _join(launch: Launch, store: TCPStore) -> Group:
     settings = launch.settings
-    if settings.device == "cuda":
-        settings = msgspec.structs.replace(settings, device="cuda:0")
+    device = _device(settings, launch.rank)
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+    transport = transport_for(device, settings.transport)
+    limit = settings.limits.group_start
+    return join(transport, store, launch.epoch, launch.rank, settings.tensor, settings.host, device, limit)
+
+
+def _device(settings: WorkerSettings, rank: int) -> str:
+    """The rank's own device: ranks take neighbouring GPUs, from the one that is set."""
+    device = torch.device(settings.device)
+    if device.type != "cuda":
+        return settings.device
+    index, count = (device.index or 0) + rank, torch.cuda.device_count()
+    if index >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        index = device.index or 0  # ranks that share a GPU, for tests on a host that has one
+    if index >= count:
+        raise ConfigInvalid(f"Rank {rank} of {settings.tensor} needs GPU {index}, and this host has {count}.")
+    return f"cuda:{index}"
+
+
+def build_rank(launch: Launch, channel: EngineChannel, group: Group | None) -> Rank:
+    """Loads what this rank holds, and gives its cache as many blocks as every rank has room for."""
+    settings = msgspec.structs.replace(launch.settings, device=_device(launch.settings, launch.rank))
     config = ModelConfig.from_folder(settings.model)
+    shard = _shard(settings, config, launch.rank)
     dtype = dtype_of(settings.dtype, config, settings.device)
     context = min(settings.max_context or config.max_positions, config.max_positions)
-    layout = KVLayout(
-        config.layers, config.kv_heads, config.head_dim, settings.block_size, str(dtype).removeprefix("torch.")
-    )
+    name, kv_heads = str(dtype).removeprefix("torch."), len(kv_share(config.kv_heads, shard.rank, shard.ranks))
+    layout = KVLayout(config.layers, kv_heads, config.head_dim, settings.block_size, name)
     on_gpu = torch.device(settings.device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(settings.device)
-        refuse_what_does_not_fit(settings, config, dtype)
+        refuse_what_does_not_fit(settings, config, dtype, shard)
 
     def progress(done: int, total: int) -> None:
         channel.send(Loading(done, total))
 
-    weights = load(settings.model, config, dtype, settings.device, settings.load_format, progress)
-    decoder = Decoder(config, weights, max_positions=context)
+    weights = load(settings.model, config, dtype, settings.device, settings.load_format, progress, shard)
+    decoder = Decoder(config, weights, group, shard, max_positions=context)
     sampler = Sampler(config.vocab, settings.device)
     blocks = cache_blocks(settings, layout, (lambda: rehearse(decoder, layout, settings, context)) if on_gpu else None)
+    if group is not None:
+        blocks = group.least(blocks, settings.device)
     if settings.overlap == 1 or (settings.overlap == -1 and on_gpu):
         cache = KVCache.of(layout, blocks + 1, settings.device)
-        graphs = settings.graphs and settings.role != "prefill"
+        # Spread experts tell each other counts on the host in the middle of a step, which no graph can hold.
+        graphs = settings.graphs and settings.role != "prefill" and shard.experts is None
         runner: Runner = DeviceRunner(decoder, cache, sampler, settings.max_batch, context, graphs)
     else:
         runner = Runner(decoder, KVCache.of(layout, blocks, settings.device), sampler)
-    pool = BlockPool(blocks, settings.block_size, settings.prefix_cache)
-    digest = model_digest(settings, layout)
-    handover = Handover(settings, launch.id, launch.epoch, launch.secret, digest, pool, runner.cache, channel.wake)
-    engine = Engine(settings, runner, pool, channel, handover)
-    up = Up(
-        link=handover.receiver.address if handover.receiver else "",
-        digest=digest,
-        block_size=settings.block_size,
-        total_blocks=blocks,
-        max_context=context,
-        pid=os.getpid(),
-        device=settings.device,
-        transport=handover.transport,
-    )
-    return engine, up
+    whole = msgspec.structs.replace(layout, kv_heads=config.kv_heads)
+    return Rank(settings, config, context, blocks, model_digest(settings, whole), runner)
+
+
+def _shard(settings: WorkerSettings, config: ModelConfig, rank: int) -> Shard:
+    moe = config.moe
+    sizes = ModelSizes(config.heads, config.kv_heads, config.width, moe.experts if moe else 0, moe.width if moe else 0)
+    refuse_bad_layout(sizes, settings.tensor, settings.spread_experts, settings.name or settings.role)
+    spread = settings.spread_experts and moe is not None and settings.tensor > 1
+    table = ExpertTable.even(sizes.experts, settings.tensor) if spread else None
+    return Shard(rank, settings.tensor, table)
 
 
 def model_digest(settings: WorkerSettings, layout: KVLayout) -> str:
     """Of all that prefill and decode must agree on: the model's configuration, which tensors its files hold, the
-    cache's layout, the protocol, and a sample of the weights, so that two fine-tunes of one model do not pair up."""
+    cache's layout (of the whole model: groups may divide it differently), the protocol, and a sample of the weights, so
+    that two fine-tunes of one model do not pair up."""
     digest = hashlib.blake2b(digest_size=16)
     folder = Path(settings.model)
     digest.update((folder / "config.json").read_bytes())

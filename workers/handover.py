@@ -1,136 +1,153 @@
-"""The engine's side of transfers: which links there are, who holds which blocks for them, what they reported.
+"""The engine's side of transfers: which workers are linked, who holds which blocks for a transfer, what was reported.
 
-Called by the engine's main thread only. Link threads post events into a queue that `events` empties. A transfer that
-leaves holds its blocks like a sequence does (`holds`), until its own completion; one that arrives writes through a
-landing, which is closed before its blocks are given away.
+Called by the engine's main thread only. Links report events into a queue that `events` empties: this rank's own, and
+those of the group's other ranks, which are told everything that this rank's links are told. A transfer that leaves
+holds its blocks like a sequence does (`holds`) until every link between the two groups has ended it; one that arrives
+is admitted when it is complete at every rank, and its landing is closed before its blocks are given away.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from diptych.contract import telemetry
-from diptych.contract.errors import DecodeLost, DiptychError, PrefillLost
+from diptych.contract.errors import DecodeLost, DiptychError
 from diptych.contract.request import Key
 from diptych.contract.wire import Stage, WorkerInfo
 from diptych.workers.blocks import BlockPool
-from diptych.workers.cache import KVCache
+from diptych.workers.parallel.lead import Followers
+from diptych.workers.parallel.orders import (
+    AbandonOrder,
+    CloseOrder,
+    ExpectOrder,
+    FinishOrder,
+    PeersOrder,
+    SendOrder,
+)
 from diptych.workers.sequence import Sequence
 from diptych.workers.settings import WorkerSettings
-from diptych.workers.transfer.landing import Landing, Landings
-from diptych.workers.transfer.pair import transport_for
-from diptych.workers.transfer.receiver import Arrived, Forsaken, PeerDown, PeerUp, Receiver, ReceiverEvent
-from diptych.workers.transfer.sender import (
+from diptych.workers.transfer.events import (
+    Arrived,
+    Event,
+    Failure,
+    Forsaken,
     LinkDown,
     LinkUp,
+    PeerDown,
+    PeerUp,
     SendClosed,
-    SendFinish,
-    SendLink,
-    SendStats,
-    SendTokens,
+    Stats,
 )
+from diptych.workers.transfer.links import Links
+from diptych.workers.transfer.plan import routes
 
 if TYPE_CHECKING:
     from diptych.workers.engine import Engine
 
 log = logging.getLogger("diptych.handover")
 
-RETRY_FIRST, RETRY_LAST = 0.5, 10.0  # seconds between two attempts to link to the same worker
+Pair = tuple[int, int]
+"""A link's ranks: (source at prefill, target at decode)."""
 
 
-Event = ReceiverEvent | LinkUp | LinkDown | SendClosed
+@dataclass
+class _Leaving:
+    """A transfer that leaves. open: links that have not ended it. error: the first that one of them met."""
+
+    peer: str
+    open: set[Pair]
+    stats: Stats = field(default_factory=Stats)
+    error: DiptychError | None = None
+
+
+@dataclass
+class _Coming:
+    """A reserved sequence. open: ranks of ours where it is not complete."""
+
+    sender: str
+    open: set[int]
+    stats: Stats = field(default_factory=Stats)
+
+
+@dataclass
+class _Peer:
+    """A linked worker. all: the links that there must be; up: those that are ready."""
+
+    all: set[Pair] = field(default_factory=set)
+    up: Counter[Pair] = field(default_factory=Counter)  # a new link may be there before the old one's end is known
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.all) and all(self.up[pair] > 0 for pair in self.all)
 
 
 class Handover:
-    """All links of one engine. `receiver` exists at workers that decode, `send_links` at those that prefill."""
+    """All transfers of one worker group."""
 
     def __init__(
         self,
         settings: WorkerSettings,
-        me: str,
-        epoch: str,
-        secret: bytes,
-        digest: str,
+        kv_heads: int,
         pool: BlockPool,
-        cache: KVCache,
+        followers: Followers,
         wake: Callable[[], None],
+        links: Callable[[Callable[[Event], None]], Links],
     ) -> None:
-        self.settings, self.me, self.secret, self.digest = settings, me, secret, digest
-        self.pool, self.cache, self._wake = pool, cache, wake
+        """kv_heads: of the model. links: makes this rank's, given where they report."""
+        self.settings, self.kv_heads, self.pool, self._wake = settings, kv_heads, pool, wake
+        self.followers = followers
         self.holds: dict[Key, list[int]] = {}
-        self._links: dict[str, SendLink] = {}
-        self._up: set[str] = set()
-        self._peers: dict[str, int] = {}
-        self._retry: dict[str, tuple[float, float]] = {}  # decode worker → (pause after a failure, not before)
-        self._carriers: dict[Key, str] = {}
+        self._leaving: dict[Key, _Leaving] = {}
+        self._coming: dict[Key, _Coming] = {}
+        self._peers: dict[str, _Peer] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.landings = Landings()
-        self.transport = transport_for(settings.device, settings.transport)
-        self.receiver: Receiver | None = None
-        if settings.role == "decode":
-            self.receiver = Receiver(
-                secret,
-                epoch,
-                digest,
-                cache.layout,
-                self.landings,
-                settings.host,
-                settings.device,
-                self.transport,
-                settings.limits,
-                settings.message_bytes,
-                self._post,
-            )
-            self.receiver.start()
+        self._links = links(self.post)
+        self.address, self.transport = self._links.address, self._links.transport
 
-    def _post(self, event: Event) -> None:
+    def post(self, event: Event) -> None:
+        """Takes a link's report; any thread may call it."""
         self._events.put(event)
         self._wake()
 
     def links(self) -> tuple[str, ...]:
-        """Ids of the workers to which, or from which, a link is ready."""
-        return tuple(sorted(self._up | set(self._peers)))
+        """Ids of the workers to which, or from which, every link is ready."""
+        return tuple(sorted(id for id, peer in self._peers.items() if peer.ready))
+
+    def _tell(self, order: msgspec.Struct) -> None:
+        self.followers.order(order)
 
     # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def reconcile(self, workers: Iterable[WorkerInfo]) -> None:
-        """Makes links to decode workers that have none. A link whose worker left ends by itself, by its socket."""
+        """Makes links to decode workers that have none."""
         if self.settings.role != "prefill":
             return
-        now = time.monotonic()
-        wanted = [worker for worker in workers if worker.role == "decode" and worker.digest == self.digest]
-        self._retry = {worker.id: self._retry[worker.id] for worker in wanted if worker.id in self._retry}
-        for worker in wanted:
-            pause, due = self._retry.get(worker.id, (RETRY_FIRST, 0.0))
-            if worker.id not in self._links and now >= due:
-                self._retry[worker.id] = (min(2 * pause, RETRY_LAST), now + pause)
-                settings = self.settings
-                link = SendLink(
-                    worker,
-                    self.me,
-                    self.secret,
-                    self.digest,
-                    self.cache,
-                    settings.host,
-                    self.transport,
-                    settings.limits,
-                    settings.message_bytes,
-                    self._post,
-                    settings.send_delay_s,
-                )
-                self._links[worker.id] = link
-                link.start()
+        workers = tuple(workers)
+        for worker in workers:
+            if worker.role == "decode":
+                found = routes(self.kv_heads, self.settings.tensor, len(worker.links))
+                self._peer(worker.id).all = {(route.source, route.target) for route in found}
+        self._tell(PeersOrder(workers))
+        self._links.reconcile(workers)
+
+    def _peer(self, id: str) -> _Peer:
+        return self._peers.setdefault(id, _Peer())
 
     def send(self, seq: Sequence, upto: int) -> None:
         """Queues the tokens that decode lacks, up to `upto` computed ones. A missing link ends the request."""
         assert seq.decode is not None
         if upto <= seq.sent or not self._begin(seq):
             return
-        self._links[seq.decode].queue(SendTokens(seq.key, tuple(seq.blocks), seq.sent, upto))
+        blocks = tuple(seq.blocks)
+        self._tell(SendOrder(seq.decode, seq.key, blocks, seq.sent, upto, self.followers.ahead))
+        self._links.send(seq.decode, seq.key, blocks, seq.sent, upto)
         seq.sent = upto
 
     def finish(self, seq: Sequence, first_token: int) -> None:
@@ -138,47 +155,61 @@ class Handover:
         assert seq.decode is not None
         if self._begin(seq):
             self.send(seq, seq.prompt_len)
-            self._links[seq.decode].queue(SendFinish(seq.key, seq.prompt_len, first_token))
+            self._tell(FinishOrder(seq.decode, seq.key, seq.prompt_len, first_token))
+            self._links.finish(seq.decode, seq.key, seq.prompt_len, first_token)
 
     def _begin(self, seq: Sequence) -> bool:
         """Makes the transfer a holder of the sequence's blocks; False when there is no link to carry it."""
         assert seq.decode is not None
-        if seq.key in self.holds:
+        if seq.key in self._leaving:
             return True
-        if seq.decode not in self._up:
+        peer = self._peer(seq.decode)
+        if not peer.ready:
+            # The end is applied with the events, as any other, and not in the middle of a commit.
+            self._leaving[seq.key] = _Leaving(seq.decode, {(-1, -1)})
             error = DecodeLost(f"There is no link to decode worker {seq.decode} any more.")
-            self._post(SendClosed(seq.key, error, SendStats()))
+            self.post(SendClosed(seq.key, -1, -1, Failure.of(error), Stats()))
             return False
         self.pool.share(seq.blocks)
         self.holds[seq.key] = list(seq.blocks)
-        self._carriers[seq.key] = seq.decode
+        self._leaving[seq.key] = _Leaving(seq.decode, set(peer.all))
         return True
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def expect(self, seq: Sequence) -> None:
-        """Opens the sequence's granted blocks to its prefill worker's link."""
+        """Opens the sequence's granted blocks to its prefill worker's links, at every rank."""
         assert seq.prefill is not None
-        if seq.prefill not in self._peers:
-            self._post(Forsaken(seq.key, PrefillLost(f"There is no link from prefill worker {seq.prefill}.")))
-        self.landings.open(Landing(self.cache, seq.key, seq.prefill, seq.blocks, seq.held, seq.prompt_len))
+        self._coming[seq.key] = _Coming(seq.prefill, set(range(self.settings.tensor)))
+        self._tell(ExpectOrder(seq.key, seq.prefill, tuple(seq.blocks), seq.held, seq.prompt_len))
+        self._links.expect(seq.key, seq.prefill, seq.blocks, seq.held, seq.prompt_len)
 
     def revoke(self, seq: Sequence) -> bool:
-        """Takes a reservation back unless anything has arrived for it."""
-        return self.landings.close(seq.key, unless_begun=True)
+        """Takes a reservation back unless anything has arrived for it at this rank. Another rank, which may have got
+        something, closes its landing before it carries out any order that uses the blocks again."""
+        if not self._links.close(seq.key, unless_begun=True):
+            return False
+        self._forget(seq.key)
+        return True
 
     def cancel(self, seq: Sequence, error: DiptychError) -> None:
         """The sequence has ended: nothing is written to its blocks after this returns, and nothing more is sent. What
         is being read for a transfer stays held until that transfer has ended."""
-        self.landings.close(seq.key)
-        carrier = self._carriers.get(seq.key)
-        if carrier is not None:
-            self._links[carrier].cancel(seq.key, error.code, str(error))
+        self._links.close(seq.key)
+        self._forget(seq.key)
+        leaving = self._leaving.get(seq.key)
+        if leaving is not None:
+            self._tell(AbandonOrder(leaving.peer, seq.key, error.code, str(error)))
+            self._links.abandon(leaving.peer, seq.key, error.code, str(error))
+
+    def _forget(self, key: Key) -> None:
+        if self._coming.pop(key, None) is not None:
+            self._tell(CloseOrder(key))
 
     # ── events ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def events(self, engine: Engine) -> None:
-        """Applies what link threads have reported."""
+        """Applies what links have reported."""
         while True:
             try:
                 event = self._events.get_nowait()
@@ -189,75 +220,98 @@ class Handover:
 
     def _apply(self, event: Event, engine: Engine) -> None:
         if isinstance(event, Arrived):
-            landing = event.landing
-            self.landings.close(landing.key)
-            engine.arrived(landing.key, event.first_token, self._receive_stage(landing))
+            self._arrived(event, engine)
         elif isinstance(event, Forsaken):
-            engine.forsake(event.key, event.error)
+            engine.forsake(event.key, event.failure.error)
         elif isinstance(event, SendClosed):
-            self._release(event.key)
-            peer = self._carriers.pop(event.key, "")
-            engine.handed(event.key, event.error, self._send_stage(event, peer))
+            error = event.failure.error if event.failure else None
+            self._closed(event.key, (event.source, event.target), error, event.stats, engine)
         elif isinstance(event, LinkUp):
-            self._up.add(event.peer)
-            self._retry.pop(event.peer, None)
+            self._peer(event.peer).up[event.source, event.target] += 1
         elif isinstance(event, LinkDown):
             self._link_down(event, engine)
         elif isinstance(event, PeerUp):
-            self._peers[event.peer] = self._peers.get(event.peer, 0) + 1
+            peer = self._peer(event.peer)
+            found = routes(self.kv_heads, event.sources, self.settings.tensor)
+            peer.all = {(route.source, route.target) for route in found}
+            peer.up[event.source, event.target] += 1
         else:
             self._peer_down(event, engine)
 
-    def _release(self, key: Key) -> None:
-        held = self.holds.pop(key, None)
-        if held is not None:
-            self.pool.release(held)
+    def _arrived(self, event: Arrived, engine: Engine) -> None:
+        coming = self._coming.get(event.key)
+        if coming is None:
+            return  # it ended meanwhile
+        coming.open.discard(event.target)
+        coming.stats.join(event.stats)
+        if not coming.open:
+            self._links.close(event.key)
+            self._forget(event.key)
+            engine.arrived(event.key, event.first_token, self._receive_stage(coming))
+
+    def _closed(self, key: Key, pair: Pair, error: DiptychError | None, stats: Stats, engine: Engine) -> None:
+        """A link has ended a transfer. The first error ends the request, which lets the other links end theirs."""
+        leaving = self._leaving.get(key)
+        if leaving is None or pair not in leaving.open:
+            return
+        leaving.open.discard(pair)
+        leaving.stats.join(stats)
+        failed = leaving.error is not None
+        leaving.error = leaving.error or error
+        if not leaving.open:
+            del self._leaving[key]
+            self.pool.release(self.holds.pop(key, []))
+        if not failed and (leaving.error is not None or not leaving.open):
+            engine.handed(key, leaving.error, self._send_stage(leaving))
 
     def _link_down(self, event: LinkDown, engine: Engine) -> None:
         """The thread has ended, so it reads nothing any more: all that it still held is released."""
-        log.warning("link to %s is down: %s", event.peer, event.error)
-        self._up.discard(event.peer)
-        self._links.pop(event.peer, None)
-        for key in [key for key, peer in self._carriers.items() if peer == event.peer]:
-            del self._carriers[key]
-            self._release(key)
-            engine.handed(key, event.error, None)
-        engine.lose_decode(event.peer, event.error)
+        error = event.failure.error
+        log.warning("link to %s is down: %s", event.peer, error)
+        self._lose(event.peer, (event.source, event.target))
+        for key in [key for key, leaving in self._leaving.items() if leaving.peer == event.peer]:
+            self._closed(key, (event.source, event.target), error, Stats(), engine)
+        engine.lose_decode(event.peer, error)
 
     def _peer_down(self, event: PeerDown, engine: Engine) -> None:
-        log.warning("link from %s is down: %s", event.peer, event.error)
-        left = self._peers.get(event.peer, 0) - 1
-        if left > 0:
-            self._peers[event.peer] = left
+        error = event.failure.error
+        log.warning("link from %s is down: %s", event.peer, error)
+        if self._lose(event.peer, (event.source, event.target)):
             return  # it has linked anew; what the old link owed ends with the sender's own word
-        self._peers.pop(event.peer, None)
-        for key in self.landings.from_sender(event.peer):
-            engine.forsake(key, event.error)
+        for key in [key for key, coming in self._coming.items() if coming.sender == event.peer]:
+            engine.forsake(key, error)
 
-    def _receive_stage(self, landing: Landing) -> Stage | None:
-        if not landing.messages:
-            return None
-        attributes = {
-            telemetry.BYTES: landing.bytes,
-            telemetry.MESSAGES: landing.messages,
-            telemetry.WIRE_NS: landing.wire_ns,
-            telemetry.UNPACK_NS: landing.unpack_ns,
-            telemetry.PEER: landing.sender,
-            telemetry.TRANSPORT: self.transport,
-        }
-        return Stage(telemetry.TRANSFER_RECEIVE, landing.first_ns, landing.last_ns, attributes)
+    def _lose(self, id: str, pair: Pair) -> bool:
+        """Whether another link of the same ranks is up."""
+        peer = self._peer(id)
+        peer.up[pair] = max(0, peer.up[pair] - 1)
+        if not any(peer.up.values()):
+            del self._peers[id]
+        return peer.up[pair] > 0
 
-    def _send_stage(self, event: SendClosed, peer: str) -> Stage | None:
-        stats = event.stats
+    def _receive_stage(self, coming: _Coming) -> Stage | None:
+        stats = coming.stats
         if not stats.messages:
             return None
-        attributes = {
+        attributes: dict[str, int | str] = {telemetry.UNPACK_NS: stats.copy_ns, telemetry.PEER: coming.sender}
+        return self._stage(telemetry.TRANSFER_RECEIVE, stats, attributes)
+
+    def _send_stage(self, leaving: _Leaving) -> Stage | None:
+        stats = leaving.stats
+        if not stats.messages:
+            return None
+        attributes: dict[str, int | str] = {
+            telemetry.PACK_NS: stats.copy_ns,
+            telemetry.WAIT_NS: stats.wait_ns,
+            telemetry.PEER: leaving.peer,
+        }
+        return self._stage(telemetry.TRANSFER_SEND, stats, attributes)
+
+    def _stage(self, name: str, stats: Stats, attributes: dict[str, int | str]) -> Stage:
+        shared: dict[str, int | str] = {
             telemetry.BYTES: stats.bytes,
             telemetry.MESSAGES: stats.messages,
-            telemetry.PACK_NS: stats.pack_ns,
-            telemetry.WAIT_NS: stats.wait_ns,
             telemetry.WIRE_NS: stats.wire_ns,
-            telemetry.PEER: peer,
             telemetry.TRANSPORT: self.transport,
         }
-        return Stage(telemetry.TRANSFER_SEND, stats.first_ns, stats.last_ns, attributes)
+        return Stage(name, stats.first_ns, stats.last_ns, shared | attributes)

@@ -13,7 +13,8 @@ import torch
 from diptych.contract.errors import CapacityExceeded
 from diptych.workers.cache import KVLayout
 from diptych.workers.model.config import ModelConfig
-from diptych.workers.model.parameters import parameters
+from diptych.workers.model.parameters import cut, parameters
+from diptych.workers.parallel.layout import WHOLE, Shard
 from diptych.workers.settings import WorkerSettings
 
 log = logging.getLogger("diptych.memory")
@@ -22,21 +23,23 @@ CPU_CACHE_BYTES = 1 << 30
 SLACK = 256 << 20  # allocator's rounding, library handles that come with the first call
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of all parameters as they are held, from the configuration alone."""
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
+    """Bytes of all parameters as the shard holds them, from the configuration alone."""
     total = 0
     for parameter in parameters(config):
         count = 1
-        for size in parameter.shape:
+        for size in cut(parameter, shard).shape:
             count *= size
         total += count
     return total * dtype.itemsize
 
 
-def refuse_what_does_not_fit(settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype) -> None:
+def refuse_what_does_not_fit(
+    settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE
+) -> None:
     """Before anything is loaded on a GPU: raises `CapacityExceeded` with the numbers."""
     free, total = torch.cuda.mem_get_info(torch.device(settings.device))
-    need = weight_bytes(config, dtype)
+    need = weight_bytes(config, dtype, shard)
     room = min(free, int(total * settings.memory_share))
     if need + SLACK > room:
         raise CapacityExceeded(

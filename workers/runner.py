@@ -74,7 +74,9 @@ def sample_row(row: Row) -> SampleRow:
 
 
 class Runner:
-    """One rank's model and memory."""
+    """One rank's model and memory. `alone`: a step that fails here leaves no other rank out of step."""
+
+    alone = True
 
     def __init__(self, decoder: Decoder, cache: KVCache, sampler: Sampler) -> None:
         self.decoder = decoder

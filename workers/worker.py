@@ -18,6 +18,8 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import grpc
@@ -82,6 +84,19 @@ class Session:
             self.outbox.put_nowait(None)
 
 
+class _RankEnded(Exception):
+    """A rank's process ended and did not say why."""
+
+
+@dataclass
+class _Rank:
+    """One engine process. loaded: how far its weights are."""
+
+    process: subprocess.Popen[bytes]
+    channel: FrontChannel
+    loaded: tuple[int, int] = (0, 0)
+
+
 class Worker:
     """One worker group. `start` once, then `wait`; `stop` at any time, repeatedly."""
 
@@ -105,9 +120,8 @@ class Worker:
         self._held: dict[bytes, None] = {}  # digests of cached prefix blocks, for sessions that open later
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
-        self._process: subprocess.Popen[bytes] | None = None
+        self._ranks: list[_Rank] = []
         self._server: grpc.aio.Server | None = None
-        self._channel: FrontChannel | None = None
         self._stopping = False
 
     # ── life ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -116,8 +130,8 @@ class Worker:
         """Starts the engine and serves; returns the registered entry. Raises the engine's own error in one sentence, or
         `Internal` when it is not up within `limits.group_start`; nothing is left running then."""
         try:
-            self._channel = await self._spawn()
-            up = await asyncio.wait_for(self._until_up(), self.limits.group_start)
+            await self._spawn()
+            ups = await asyncio.wait_for(self._until_up(), self.limits.group_start)
             address = await self._serve()
         except TimeoutError as error:
             await self.stop(drain=False)
@@ -125,57 +139,92 @@ class Worker:
         except BaseException:
             await self.stop(drain=False)
             raise
-        assert self._process is not None
+        up = ups[0]
         self.info = WorkerInfo(
             id=self.id,
             role=self.settings.role,
             address=address,
-            link=up.link,
+            links=tuple(rank.link for rank in ups),
             epoch=self.epoch,
             digest=up.digest,
             pid=os.getpid(),
-            engine_pids=(up.pid,),
+            engine_pids=tuple(rank.pid for rank in ups),
             block_size=up.block_size,
             total_blocks=up.total_blocks,
             max_context=up.max_context,
             transport=up.transport,
             device=up.device,
         )
-        self._tasks = [asyncio.create_task(self._guarded(run)) for run in (self._pump, self._renew, self._watch)]
+        background = [self._pump, self._renew, self._watch]
+        background += [partial(self._follow, index) for index in range(1, len(self._ranks))]
+        self._tasks = [asyncio.create_task(self._guarded(run)) for run in background]
         await self._register()
         return self.info
 
-    async def _spawn(self) -> FrontChannel:
+    @property
+    def _engine(self) -> FrontChannel:
+        """To the first rank, which schedules for all."""
+        return self._ranks[0].channel
+
+    async def _spawn(self) -> None:
+        """A process a rank. The first gets a line to each of the others."""
+        count = self.settings.tensor
+        lines = [socket.socketpair() for _ in range(count - 1)]
+        given = [[first for first, _ in lines], *[[other] for _, other in lines]]
+        for index, own in enumerate(given):
+            await self._spawn_rank(index, own)
+        for own in given:
+            for sock in own:
+                sock.close()
+
+    async def _spawn_rank(self, index: int, lines: list[socket.socket]) -> None:
         ours, theirs = socket.socketpair()
         threads = str(self.settings.threads)
         environment = (
             CPU_MANNERS | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | NCCL_SURVIVES
         )
-        self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork takes milliseconds; asyncio's child watcher is not needed
-            [sys.executable, "-m", "diptych.workers.engine_process", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+        numbers = [sock.fileno() for sock in (theirs, *lines)]
+        process = subprocess.Popen(  # noqa: ASYNC220 - a fork takes milliseconds; asyncio's child watcher is not needed
+            [sys.executable, "-m", "diptych.workers.engine_process", *map(str, numbers)],
+            pass_fds=numbers,
             env=environment,
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        channel = await FrontChannel.over(ours)
-        channel.send(Launch(self.settings, self.secret, self.epoch, self.id))
-        return channel
+        rank = _Rank(process, await FrontChannel.over(ours))
+        self._ranks.append(rank)  # so that it is ended too if the next one fails to start
+        rank.channel.send(Launch(self.settings, self.secret, self.epoch, self.id, index))
 
-    async def _until_up(self) -> Up:
+    async def _until_up(self) -> list[Up]:
+        """Every rank's `Up`. Where several fail, the one that says why is raised rather than one that merely ended."""
+        waits = [asyncio.create_task(self._until_rank_up(rank)) for rank in self._ranks]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            if any(wait.done() and wait.exception() for wait in waits):
+                await asyncio.wait(waits, timeout=self.limits.kill)
+                errors = [error for wait in waits if wait.done() and (error := wait.exception())]
+                first = min(errors, key=lambda error: isinstance(error, _RankEnded))
+                raise Internal(str(first)) if isinstance(first, _RankEnded) else first
+            return [wait.result() for wait in waits]
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _until_rank_up(self, rank: _Rank) -> Up:
         while True:
             try:
-                message = await self._engine.receive()
+                message = await rank.channel.receive()
             except EOFError as error:
-                raise Internal(
-                    f"The engine of {self.id} ended while it started (exit code {self._exit_code()})."
+                raise _RankEnded(
+                    f"The engine of {self.id} ended while it started (exit code {self._exit_code(rank)})."
                 ) from error
             if isinstance(message, Up):
                 return message
             if isinstance(message, Fatal):
                 raise from_wire(message.code, message.message)
             if isinstance(message, Loading) and self.progress is not None:
-                self.progress(message.done, message.total)
+                rank.loaded = (message.done, message.total)
+                self.progress(sum(r.loaded[0] for r in self._ranks), sum(r.loaded[1] for r in self._ranks))
 
     async def _serve(self) -> str:
         self._server = grpc.aio.server(
@@ -210,11 +259,6 @@ class Worker:
                 await asyncio.sleep(0.05)
         await self._end("It was stopped.")
 
-    @property
-    def _engine(self) -> FrontChannel:
-        assert self._channel is not None
-        return self._channel
-
     def _busy(self) -> bool:
         load = self._load
         return bool(load.running or load.waiting or load.reserved)
@@ -227,8 +271,8 @@ class Worker:
             return
         self._stopping = True
         try:
-            if self._process is not None:
-                self._process.kill()
+            for rank in self._ranks:
+                rank.process.kill()
             for session in self._sessions.values():
                 session.put(None)
             current = asyncio.current_task()
@@ -243,8 +287,9 @@ class Worker:
     async def _leave(self) -> None:
         """What can be done for others, each with a limit; a process that the kernel cannot reap (a faulty device) must
         not keep the group's end from being told."""
-        if self._process is not None and await asyncio.to_thread(self._exit_code) is None:
-            log.error("the engine of %s was killed and is not gone after %.0f s", self.id, self.limits.kill)
+        codes = await asyncio.gather(*(asyncio.to_thread(self._exit_code, rank) for rank in self._ranks))
+        if None in codes:
+            log.error("an engine of %s was killed and is not gone after %.0f s", self.id, self.limits.kill)
         if self._server is not None:
             await self._server.stop(0.2)
         if self.info is not None:
@@ -252,14 +297,12 @@ class Worker:
                 await asyncio.wait_for(self.registry.remove(self.id), self.limits.heartbeat)
             except (DiptychError, TimeoutError) as error:
                 log.info("the registry did not take the leave of %s: %r", self.id, error)
-        if self._channel is not None:
-            self._channel.close()
+        for rank in self._ranks:
+            rank.channel.close()
 
-    def _exit_code(self) -> int | None:
-        if self._process is None:
-            return None
+    def _exit_code(self, rank: _Rank) -> int | None:
         try:
-            return self._process.wait(self.limits.kill)
+            return rank.process.wait(self.limits.kill)
         except subprocess.TimeoutExpired:
             return None
 
@@ -268,7 +311,7 @@ class Worker:
         try:
             await run()
         except Exception as error:
-            log.exception("%s of %s failed", run.__name__, self.id)
+            log.exception("a background task of %s failed", self.id)
             await self._end(f"The front failed: {error!r}")
 
     # ── background ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -288,6 +331,19 @@ class Worker:
                 elif isinstance(message, Fatal):
                     reason = f"{message.code}: {message.message}"
                     log.error("engine of %s: %s", self.id, reason)
+        except EOFError:
+            pass
+        await self._end(reason)
+
+    async def _follow(self, index: int) -> None:
+        """Until a rank that follows is gone: then so is the group, whatever its first rank still waits for."""
+        reason = f"Rank {index} of {len(self._ranks)} ended."
+        try:
+            while True:
+                message = await self._ranks[index].channel.receive()
+                if isinstance(message, Fatal):
+                    reason = f"Rank {index} of {len(self._ranks)} failed: {message.code}: {message.message}"
+                    log.error("%s: %s", self.id, reason)
         except EOFError:
             pass
         await self._end(reason)

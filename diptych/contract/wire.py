@@ -22,7 +22,7 @@ import msgspec
 
 from diptych.contract.request import Key, Request
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every incompatible change; a session whose ends differ is refused with `LayoutMismatch`."""
 
 Role = Literal["prefill", "decode", "colocated"]
@@ -145,7 +145,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
     clock: (monotonic, wall) in ns at sending. links: ids of the prefill workers (at decode) or decode workers (at
     prefill) to which a link is ready. prefixes: digests of cached prefix blocks gained and lost since the last message
-    of this session (bounded; the router keeps a hint, never a promise).
+    of this session (bounded; the router keeps a hint, never a promise). experts: tokens that each expert was given
+    since the start, where experts are spread over ranks.
     """
 
     clock: tuple[int, int]
@@ -161,6 +162,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     gained: tuple[bytes, ...] = ()
     lost: tuple[bytes, ...] = ()
     draining: bool = False
+    experts: tuple[int, ...] = ()
 
 
 # the session's opening, both directions: a mutual challenge before anything else
@@ -200,15 +202,15 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker group's entry in the registry.
 
     id: `epoch`'s short name, unique for the group's life: role, index and epoch. address: host:port of the front's
-    internal gRPC. link: host:port of the first engine's link listener. epoch: 16 hex digits, new with every start.
-    digest: of all that prefill and decode must agree on (model, dtype, block size, layout); two workers with different
-    digests are never paired. model: facts that a router needs without opening the weights.
+    internal gRPC. links: host:port of each rank's link listener, the first engine's first. epoch: 16 hex digits, new
+    with every start. digest: of all that prefill and decode must agree on (model, dtype, block size, layout); two
+    workers with different digests are never paired. model: facts that a router needs without opening the weights.
     """
 
     id: str
     role: Role
     address: str
-    link: str
+    links: tuple[str, ...]
     epoch: str
     digest: str
     pid: int

@@ -25,6 +25,7 @@ from diptych.workers.model import decoder as decoder_module
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import load
+from diptych.workers.parallel import layers as layers_module
 
 BLOCK = 16
 
@@ -42,8 +43,8 @@ class Ours:
         self.cache: KVCache | None = None
 
     def _head_copy(self) -> int:
-        head, table = self.decoder.head, self.decoder.embedding
-        return 0 if head is table else table.nbytes
+        head, table = self.decoder.head.weight, self.decoder.embedding.weight
+        return 0 if head is table else int(table.nbytes)
 
     def begin(self, batch: int, context: int, new: int) -> None:
         """Room for `batch` sequences of `context` prompt tokens and `new` more; the same random prompts each time."""
@@ -129,7 +130,10 @@ class Ours:
             "moe": names.moe,
         }
         places: list[tuple[Any, str, Any]] = [
-            (decoder_module, name, recorder.wrap(getattr(decoder_module, name), how)) for name, how in describe.items()
+            (module, name, recorder.wrap(getattr(module, name), how))
+            for module in (decoder_module, layers_module)
+            for name, how in describe.items()
+            if hasattr(module, name)
         ]
         places.append((self, "_draw", recorder.wrap(self._draw, names.draw)))
         places.append((self, "_batch", recorder.wrap(self._batch, names.batch)))

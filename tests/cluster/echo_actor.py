@@ -42,7 +42,7 @@ class EchoActor(WorkerActor):
             id=f"{settings.name}-{self._epoch}",
             role=settings.role,
             address="127.0.0.1:1",
-            link="127.0.0.1:2",
+            links=("127.0.0.1:2",),
             epoch=self._epoch,
             digest="d",
             pid=os.getpid(),

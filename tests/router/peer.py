@@ -84,8 +84,8 @@ class Peer:
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self.info = WorkerInfo(
-            id=self.id, role=self.role, address=f"127.0.0.1:{port}", link="", epoch=self.epoch, digest="same", pid=1,
-            engine_pids=(2,), block_size=BLOCK, total_blocks=self.total_blocks, max_context=8192,
+            id=self.id, role=self.role, address=f"127.0.0.1:{port}", links=("",), epoch=self.epoch, digest="same",
+            pid=1, engine_pids=(2,), block_size=BLOCK, total_blocks=self.total_blocks, max_context=8192,
         )  # fmt: skip
         await self.registry.renew(self.info)
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from diptych.contract.request import Key, Request, Sampling, Stopping
 from diptych.contract.wire import Ended, Generate, Step, ToWorker, pack, to_router
 from diptych.workers.channel import Deliver, Emit, Launch, ToEngine, ToFront
 from diptych.workers.engine_process import build
+from diptych.workers.parallel.orders import Line
 from diptych.workers.settings import WorkerSettings
 
 GREEDY = Sampling(temperature=0.0)
@@ -45,11 +46,12 @@ class Loop:
 
 
 class Harness:
-    def __init__(self, model: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, lines: Sequence[Line] = (), **settings: Any) -> None:
+        """lines: to the ranks that follow."""
         given = {"cache_blocks": 128, "threads": 2, "max_batch": 8, "token_budget": 64} | settings
         self.loop: Any = Loop()
         launch = Launch(WorkerSettings(model=str(model), role="colocated", **given), b"s", "0", "test")
-        self.engine, self.up = build(launch, self.loop)
+        self.engine, self.up = build(launch, self.loop, lines)
 
     def say(self, message: ToWorker, session: str = "s") -> None:
         self.loop.inbox.append(Deliver(session, pack(message)))

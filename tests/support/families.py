@@ -75,12 +75,12 @@ class Tiny:
     exact: Any
 
 
-def make_tiny(name: str, folder: Path) -> Tiny:
-    """Saves a random model of the family into `folder` and loads it as ours."""
+def make_tiny(name: str, folder: Path, other: dict[str, Any] | None = None) -> Tiny:
+    """Saves a random model of the family into `folder` and loads it as ours. other: keys that differ from the usual."""
     import transformers
 
     family, keys = FAMILIES[name]
-    config = getattr(transformers, f"{family}Config")(**_SMALL | keys)
+    config = getattr(transformers, f"{family}Config")(**_SMALL | keys | (other or {}))
     return tiny_of(config, family, folder)
 
 

@@ -55,7 +55,7 @@ class Driver:
     def __post_init__(self) -> None:
         config = self.decoder.config
         self.cache = KVCache(
-            config.layers, self.num_blocks, self.block_size, config.kv_heads, config.head_dim, self.decoder.dtype
+            config.layers, self.num_blocks, self.block_size, self.decoder.kv_heads, config.head_dim, self.decoder.dtype
         )
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.order: list[int] = order if self.scattered else list(range(self.num_blocks))

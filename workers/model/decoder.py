@@ -1,7 +1,8 @@
 """The decoder: embedding, layers of attention and feed-forward, norm, head. One class for every family.
 
 Owns the weights and the rotary tables. Knows nothing of requests, of blocks' owners or of sampling. A product's weight
-is held in the form that its device reads fastest (`pack_weight`).
+is held in the form that its device reads fastest (`pack_weight`). In a group it holds one rank's part: the parallel
+layers know the group, and what stands between them is the same at one rank and at several.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.batch import Batch
-from diptych.kernels.embedding import embedding
-from diptych.kernels.linear import linear, pack_weight
-from diptych.kernels.moe import Experts, moe
+from diptych.kernels.linear import pack_weight
+from diptych.kernels.moe import Experts
 from diptych.kernels.norm_gate_up import norm_gate_up
 from diptych.kernels.norm_linear import norm_linear
 from diptych.kernels.rms_norm import rms_norm
 from diptych.kernels.rope_attention import rope_attention
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.loader import Weights
+from diptych.workers.parallel.experts import SpreadExperts
+from diptych.workers.parallel.group import Group
+from diptych.workers.parallel.layers import Embedding, Head, Mixture, RowLinear, SlicedExperts
+from diptych.workers.parallel.layout import WHOLE, Shard, even, kv_share
 
 
 class Cache(Protocol):
@@ -34,67 +38,62 @@ class Cache(Protocol):
     def v(self) -> Sequence[Tensor]: ...
 
 
-class Group(Protocol):
-    """The ranks that share one decoder; today there is one, and None stands for it."""
-
-    rank: int
-    size: int
-
-
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer's weights; names and shapes as in `parameters`. Either gate_up and down are set, or experts: the
-    router's weight, the experts' gate_up and their down."""
+    """One layer's weights; names and shapes as in `parameters`. Either gate_up and down are set, or experts."""
 
     attention_norm: Tensor
     qkv: Tensor
-    out: Tensor
+    out: RowLinear
     mlp_norm: Tensor
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    out_bias: Tensor | None = None
     gate_up: Tensor | None = None
-    down: Tensor | None = None
-    experts: tuple[Tensor, Experts, Experts] | None = None
-
-
-_PRODUCTS = ("qkv", "out", "gate_up", "down")
+    down: RowLinear | None = None
+    experts: Mixture | None = None
 
 
 class Decoder:
     """Runs batches over a paged KV cache."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, group: Group | None = None, max_positions: int | None = None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        group: Group | None = None,
+        shard: Shard = WHOLE,
+        max_positions: int | None = None,
     ) -> None:
         """Takes `weights` over and empties it, so that no plain copy outlives its packed one.
 
-        max_positions: the longest context to prepare for; the model's own by default.
+        group, shard: of this rank; `weights` are what the shard holds. max_positions: the longest context to prepare
+        for; the model's own by default.
         """
-        if group is not None and group.size != 1:
-            raise NotImplementedError("A decoder divided over several ranks is not there yet.")
         self.config = config
-        self.embedding = weights.pop("embedding")
-        self.head = pack_weight(self.embedding if config.tied else weights.pop("head"))
-        self.norm = weights.pop("norm")
-        self.layers = tuple(_layer(weights, index) for index in range(config.layers))
-        self.rope = config.rope.tables(max_positions or config.max_positions, self.embedding.device)
+        table = weights.pop("embedding")
+        head = pack_weight(table if config.tied else weights.pop("head"))
+        self.embedding = Embedding(table, group)
+        self.head = Head(weights.pop("norm"), config.eps, head, config.vocab, group)
+        self.layers = tuple(_layer(weights, config, index, group, shard) for index in range(config.layers))
+        self.rope = config.rope.tables(max_positions or config.max_positions, self.device)
         self.scale = config.head_dim**-0.5
+        self.heads = len(even(config.heads, shard.rank, shard.ranks))
+        self.kv_heads = len(kv_share(config.kv_heads, shard.rank, shard.ranks))
         assert not weights, f"unused weights: {sorted(weights)}"
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        return self.embedding.weight.dtype
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: Cache) -> Tensor:
         """Hidden states [T, H] of the batch's tokens, before the last norm; their keys and values are in `cache`."""
-        x = embedding(batch.token_ids, self.embedding)
+        x = self.embedding(batch.token_ids)
         for index, layer in enumerate(self.layers):
             x = self._attention(x, index, layer, batch, cache)
             x = self._feed_forward(x, layer)
@@ -102,8 +101,22 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab] float32 of some rows of `__call__`'s result."""
-        return norm_linear(hidden, self.norm, self.config.eps, self.head, out_dtype=torch.float32)
+        """[rows, vocab] float32 of some rows of `__call__`'s result: the same bits at every rank."""
+        return self.head(hidden)
+
+    def read_bytes(self) -> int:
+        """Bytes of this rank's matrices that every decode step reads; experts, of which it reads some, not counted."""
+        found = [self.head.weight]
+        for layer in self.layers:
+            found += [layer.qkv, layer.out.weight]
+            if layer.gate_up is not None and layer.down is not None:
+                found += [layer.gate_up, layer.down.weight]
+        return sum(matrix.numel() * matrix.element_size() for matrix in found)
+
+    def expert_load(self) -> tuple[int, ...]:
+        """Tokens that each expert was given since the start, all layers together; empty where nobody counts."""
+        counted = [layer.experts.load for layer in self.layers if isinstance(layer.experts, SpreadExperts)]
+        return tuple(torch.stack(counted).sum(0).tolist()) if counted else ()
 
     def _attention(self, x: Tensor, index: int, layer: Layer, batch: Batch, cache: Cache) -> Tensor:
         config = self.config
@@ -114,8 +127,8 @@ class Decoder:
             cache.k[index],
             cache.v[index],
             self.rope,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
             head_dim=config.head_dim,
             scale=self.scale,
             window=config.windows[index],
@@ -123,30 +136,43 @@ class Decoder:
             k_norm=layer.k_norm,
             norm_eps=config.eps,
         )
-        return linear(mixed, layer.out, layer.out_bias, residual=x)
+        return layer.out(mixed, residual=x)
 
     def _feed_forward(self, x: Tensor, layer: Layer) -> Tensor:
         config = self.config
         if layer.gate_up is not None and layer.down is not None:
             inner = norm_gate_up(x, layer.mlp_norm, config.eps, layer.gate_up)
-            return linear(inner, layer.down, residual=x)
-        assert config.moe is not None
+            return layer.down(inner, residual=x)
         assert layer.experts is not None
-        inner = rms_norm(x, layer.mlp_norm, config.eps)
-        return x + moe(inner, *layer.experts, config.moe.top_k, config.moe.normalise)
+        return x + layer.experts(rms_norm(x, layer.mlp_norm, config.eps))
 
 
-def _layer(weights: Weights, index: int) -> Layer:
+def _layer(weights: Weights, config: ModelConfig, index: int, group: Group | None, shard: Shard) -> Layer:
     prefix = f"layers.{index}."
     own = {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}
-    experts = None
-    if "router" in own:
-        router = pack_weight(own.pop("router"))
-        experts = (router, _pack_experts(own.pop("experts_gate_up")), _pack_experts(own.pop("experts_down")))
-    for name in _PRODUCTS:
-        if name in own:
-            own[name] = pack_weight(own.pop(name))
-    return Layer(**own, experts=experts)
+    layer = Layer(
+        attention_norm=own.pop("attention_norm"),
+        qkv=pack_weight(own.pop("qkv")),
+        qkv_bias=own.pop("qkv_bias", None),
+        q_norm=own.pop("q_norm", None),
+        k_norm=own.pop("k_norm", None),
+        out=RowLinear(pack_weight(own.pop("out")), own.pop("out_bias", None), group),
+        mlp_norm=own.pop("mlp_norm"),
+        gate_up=pack_weight(own.pop("gate_up")) if "gate_up" in own else None,
+        down=RowLinear(pack_weight(own.pop("down")), None, group) if "down" in own else None,
+        experts=_mixture(own, config, group, shard) if "router" in own else None,
+    )
+    assert not own, f"unused weights: {sorted(own)}"
+    return layer
+
+
+def _mixture(own: Weights, config: ModelConfig, group: Group | None, shard: Shard) -> Mixture:
+    assert config.moe is not None
+    router = pack_weight(own.pop("router"))
+    gate_up, down = _pack_experts(own.pop("experts_gate_up")), _pack_experts(own.pop("experts_down"))
+    if shard.experts is not None and group is not None:
+        return SpreadExperts(router, gate_up, down, config.moe.top_k, config.moe.normalise, shard.experts, group)
+    return SlicedExperts(router, gate_up, down, config.moe.top_k, config.moe.normalise, group)
 
 
 def _pack_experts(weights: Tensor) -> Experts:

@@ -1,12 +1,14 @@
 """Fills a decoder's tensors from a folder of safetensors, one checkpoint tensor at a time.
 
-Each merged tensor is allocated once and its parts are copied in, so a model is never in memory twice. Nothing is used
-unset: tensors are filled with NaN first and every part is ticked off. The checkpoint's format is known here only.
+Each merged tensor is allocated once and its parts are copied in, so a model is never in memory twice; a rank of a group
+reads only its own slices. Nothing is used unset: tensors are filled with NaN first and every part is ticked off. The
+checkpoint's format is known here only.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from diptych.contract.errors import ModelUnsupported
 from diptych.workers.model.config import ModelConfig
-from diptych.workers.model.parameters import Parameter, Part, parameters
+from diptych.workers.model.parameters import Cut, Parameter, cut, parameters
+from diptych.workers.parallel.layout import WHOLE, Shard
 
 Progress = Callable[[int, int], None]
 Weights = dict[str, Tensor]
@@ -34,16 +37,17 @@ def load(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     progress: Progress | None = None,
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """The decoder's tensors by name (`parameters`), of `dtype` on `device`.
+    """The decoder's tensors by name (`parameters`), of `dtype` on `device`; of them what `shard` holds.
 
     load_format: auto reads safetensors (one file, or the shards of an index); dummy draws random weights. progress:
     called with (bytes done, bytes in all) after each checkpoint tensor. Raises `ModelUnsupported` in one sentence with
     the name of the file or tensor that is missing, cut short, of another shape, or that no layer uses.
     """
-    wanted = {parameter.name: parameter for parameter in parameters(config)}
+    wanted = {parameter.name: cut(parameter, shard) for parameter in parameters(config)}
     if load_format == "dummy":
-        return {name: _random(parameter, dtype, device) for name, parameter in wanted.items()}
+        return {name: _random(own, dtype, device) for name, own in wanted.items()}
     filling = _Filling.of(wanted, dtype, device)
     files = _files(Path(folder))
     named_anywhere = {name for named in files.values() for name in named or ()}
@@ -61,57 +65,65 @@ def load(
     return filling.weights
 
 
-@dataclass(frozen=True)
-class _Place:
-    parameter: Parameter
-    part: Part
-
-
 @dataclass
 class _Filling:
-    """The tensors being filled. places: where each checkpoint tensor belongs. open: parts that nobody filled yet."""
+    """The tensors being filled. places: to which parameter each checkpoint tensor belongs. open: by parameter, the
+    checkpoint tensors that nobody has looked at yet."""
 
     weights: Weights
-    places: dict[str, _Place] = field(default_factory=dict)
+    places: dict[str, Cut] = field(default_factory=dict)
     open: dict[str, set[str]] = field(default_factory=dict)
-    tied_head: Tensor | None = None
+    tied_head: Any = None
 
     @classmethod
-    def of(cls, wanted: dict[str, Parameter], dtype: torch.dtype, device: torch.device | str) -> _Filling:
-        filling = cls({n: torch.full(p.shape, float("nan"), dtype=dtype, device=device) for n, p in wanted.items()})
-        for parameter in wanted.values():
-            filling.open[parameter.name] = {part.source for part in parameter.parts}
-            for part in (*parameter.parts, *parameter.instead):
-                filling.places[part.source] = _Place(parameter, part)
+    def of(cls, wanted: dict[str, Cut], dtype: torch.dtype, device: torch.device | str) -> _Filling:
+        filling = cls({})
+        for name, own in wanted.items():
+            unset = 0.0 if own.padded else float("nan")
+            filling.weights[name] = torch.full(own.shape, unset, dtype=dtype, device=device)
+            filling.open[name] = {part.source for part in own.parameter.parts}
+            filling.places |= dict.fromkeys(own.pieces, own)
         return filling
 
-    def put(self, source: str, tensor: Tensor) -> None:
-        place = self.places[source]
-        if tuple(tensor.shape) != place.part.shape:
+    def put(self, source: str, found: Any) -> int:
+        """Copies what is wanted of a checkpoint's tensor (`get_slice`), and returns its bytes."""
+        own = self.places[source]
+        shape, pieces = own.pieces[source]
+        if tuple(found.get_shape()) != shape:
             raise ModelUnsupported(
-                f"Tensor {source} has shape {list(tensor.shape)}; config.json asks for {list(place.part.shape)}."
+                f"Tensor {source} has shape {found.get_shape()}; config.json asks for {list(shape)}."
             )
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise ModelUnsupported(f"Tensor {source} is {tensor.dtype}: quantised checkpoints are not supported.")
-        self.weights[place.parameter.name][place.part.region].copy_(tensor)
-        if place.part in place.parameter.instead:
-            self.open[place.parameter.name].clear()
-        self.open[place.parameter.name].discard(source)
+        name, size = own.parameter.name, 0
+        for piece in pieces:
+            tensor = found[piece.take or slice(None)]
+            if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+                raise ModelUnsupported(f"Tensor {source} is {tensor.dtype}: quantised checkpoints are not supported.")
+            self.weights[name][piece.region].copy_(tensor)
+            size = math.prod(shape) * tensor.dtype.itemsize
+        if source in {part.source for part in own.parameter.instead}:
+            self.open[name].clear()
+        self.open[name].discard(source)
+        return size
 
-    def set_aside(self, source: str, tensor: Tensor, config: ModelConfig, path: Path) -> None:
-        """A tensor that has no place. A tied head is kept (mapped from its file) until the embedding is known too."""
+    def set_aside(self, source: str, found: Any, config: ModelConfig, path: Path) -> int:
+        """A tensor that has no place. A tied head is compared with the embedding, whose part it must be."""
         if not _ignored({source}, config):
             raise ModelUnsupported(f"{path} holds tensor {source}, which no layer of this model uses.")
         if source == "lm_head.weight":
-            self.tied_head = tensor
+            ((_, pieces),) = self.places["model.embed_tokens.weight"].pieces.values()
+            self.tied_head = [(piece.region, found[piece.take or slice(None)]) for piece in pieces]
+        return 0
 
     def check_complete(self, folder: str | Path) -> None:
         for sources in self.open.values():
             if sources:
                 raise ModelUnsupported(f"Tensor {min(sources)} is missing from {folder}.")
         embedding = self.weights["embedding"]
-        if self.tied_head is not None and not torch.equal(embedding, self.tied_head.to(embedding)):
-            raise ModelUnsupported(f"{folder} holds lm_head.weight unlike the embedding, but config.json ties the two.")
+        for region, head in self.tied_head or ():
+            if not torch.equal(embedding[region], head.to(embedding)):
+                raise ModelUnsupported(
+                    f"{folder} holds lm_head.weight unlike the embedding, but config.json ties the two."
+                )
         self.tied_head = None
 
 
@@ -152,12 +164,11 @@ def _fill_from(path: Path, named: set[str] | None, filling: _Filling, config: Mo
             if named is not None and (absent := named - present):
                 raise ModelUnsupported(f"Tensor {min(absent)} is missing from {path}, where the index places it.")
             for source in sorted(present):
-                tensor = file.get_tensor(source)
+                found = file.get_slice(source)
                 if source in filling.places:
-                    filling.put(source, tensor)
+                    yield filling.put(source, found)
                 else:
-                    filling.set_aside(source, tensor, config, path)
-                yield tensor.nbytes
+                    yield filling.set_aside(source, found, config, path)
     except (SafetensorError, OSError) as error:
         raise ModelUnsupported(f"The weight file {path} is damaged or cut short: {error}.") from error
 
@@ -167,14 +178,21 @@ def _ignored(names: set[str], config: ModelConfig) -> set[str]:
     return {n for n in names if n.endswith(".rotary_emb.inv_freq") or (config.tied and n == "lm_head.weight")}
 
 
-def _random(parameter: Parameter, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Reproducible, and small enough that activations stay finite in any depth."""
+def _random(own: Cut, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Reproducible, the same at every rank, and small enough that activations stay finite in any depth."""
+    parameter: Parameter = own.parameter
     if parameter.kind == "norm":
         return torch.ones(parameter.shape, dtype=dtype, device=device)
     generator = torch.Generator(device=device).manual_seed(sum(parameter.name.encode()) * 7919 + len(parameter.name))
     fan_in = parameter.shape[-1]
     noise = torch.empty(parameter.shape, dtype=dtype, device=device)
-    return noise.normal_(0.0, min(0.02, fan_in**-0.5), generator=generator)
+    noise.normal_(0.0, min(0.02, fan_in**-0.5), generator=generator)
+    if own.shape == parameter.shape:
+        return noise
+    held = torch.zeros(own.shape, dtype=dtype, device=device)
+    for piece in own.whole:
+        held[piece.region].copy_(noise[piece.take])
+    return held
 
 
 def dtype_of(name: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:

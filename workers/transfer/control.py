@@ -30,7 +30,8 @@ from diptych.contract.wire import PROTOCOL
 
 
 class LinkHello(msgspec.Struct, frozen=True, tag=True):
-    """The sender's first message. pair: unique name of the group to be made."""
+    """The sender's first message. pair: unique name of the group to be made. source, target: the ranks at its ends, of
+    groups of `sources` and `targets` ranks."""
 
     pair: str
     sender: str
@@ -38,6 +39,10 @@ class LinkHello(msgspec.Struct, frozen=True, tag=True):
     digest: str
     transport: str
     nonce: bytes
+    source: int = 0
+    sources: int = 1
+    target: int = 0
+    targets: int = 1
     protocol: int = PROTOCOL
 
 

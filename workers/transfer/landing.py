@@ -7,65 +7,89 @@ late piece of a closed landing is read off the wire into the link's staging and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import Lock
 from time import monotonic_ns
 
 import torch
 
-from diptych.contract.errors import TransferCorrupt
+from diptych.contract.errors import Cancelled, TransferCorrupt
 from diptych.contract.request import Key
 from diptych.kernels.pack import unpack_tokens
 from diptych.workers.cache import KVCache
+from diptych.workers.transfer.events import Stats
+from diptych.workers.transfer.plan import Route
+
+
+class _Part:
+    """What one link brings: tokens [received, total) of its route's heads are still due, in order."""
+
+    def __init__(self, route: Route, held: int) -> None:
+        self.route = route
+        self.received = held
+        self.messages = 0
+        self.finished = False
 
 
 class Landing:
-    """The blocks of one reserved sequence: tokens [held, total) are due, in order."""
+    """The blocks of one reserved sequence at this rank: tokens [held, total) are due from each route that ends here."""
 
-    def __init__(self, cache: KVCache, key: Key, sender: str, blocks: list[int], held: int, total: int) -> None:
+    def __init__(
+        self, cache: KVCache, key: Key, sender: str, routes: Iterable[Route], blocks: list[int], held: int, total: int
+    ) -> None:
         self.cache = cache
         self.key = key
         self.sender = sender
         self.total = total
-        self.held = held
-        self.received = held
-        self.bytes = 0
-        self.messages = 0
-        self.wire_ns = 0
-        self.unpack_ns = 0
-        self.first_ns = 0
-        self.last_ns = 0
-        self._busy_until = 0
+        self.stats = Stats()
+        self._parts = {route.source: _Part(route, held) for route in routes}
         self._blocks = list(blocks)
         self._lock = Lock()
         self._open = True
 
     @property
     def begun(self) -> bool:
-        return self.messages > 0
+        return self.stats.messages > 0
 
-    def write(self, slab: torch.Tensor, first: int, count: int, wire: tuple[int, int]) -> bool:
+    def write(self, slab: torch.Tensor, source: int, first: int, count: int, wire: tuple[int, int]) -> bool:
         """Copies one checked piece into its blocks; False when the landing is closed. wire: (start, end) in ns."""
         with self._lock:
             if not self._open:
                 return False
-            if first != self.received or first + count > self.total:
+            part = self._parts[source]
+            if first != part.received or first + count > self.total:
                 raise TransferCorrupt(
-                    f"Tokens {first} to {first + count} came where token {self.received} of {self.total} was due."
+                    f"Tokens {first} to {first + count} came where token {part.received} of {self.total} was due."
                 )
-            start = monotonic_ns()
-            unpack_tokens(slab, self.cache.pages, self._blocks, first, count)
+            start, stats, route = monotonic_ns(), self.stats, part.route
+            pages = self.cache.pages[..., route.to_head : route.to_head + route.heads, :]
+            unpack_tokens(slab, pages, self._blocks, first, count)
             if slab.is_cuda:  # launched is not written: the blocks may be given away as soon as the lock is free
                 torch.cuda.current_stream(slab.device).synchronize()
-            self.received += count
-            self.bytes += slab.numel() * slab.element_size()
-            self.messages += 1
-            self.first_ns = self.first_ns or wire[0]
-            self.last_ns = monotonic_ns()
-            # Payloads may overlap on the wire: the union of their intervals, so that bytes over it is a true rate.
-            self.wire_ns += max(0, wire[1] - max(wire[0], self._busy_until))
-            self._busy_until = max(self._busy_until, wire[1])
-            self.unpack_ns += self.last_ns - start
+            part.received += count
+            part.messages += 1
+            stats.bytes += slab.numel() * slab.element_size()
+            stats.messages += 1
+            stats.first_ns = stats.first_ns or wire[0]
+            stats.last_ns = monotonic_ns()
+            stats.wire(*wire)
+            stats.copy_ns += stats.last_ns - start
             return True
+
+    def finish(self, source: int, total: int, messages: int) -> bool:
+        """A link has brought all of its part; True when it was the last one, and the landing is closed then. Raises
+        `TransferCorrupt` when it was not all, `Cancelled` when nobody waits for it any more."""
+        with self._lock:
+            if not self._open:
+                raise Cancelled("Decode no longer waits for this request.")
+            part = self._parts[source]
+            due, got = (self.total, self.total, part.messages), (part.received, total, messages)
+            if due != got:
+                raise TransferCorrupt(f"Decode holds (tokens, of, messages) {got} where {due} were due.")
+            part.finished = True
+            done = all(part.finished for part in self._parts.values())
+            self._open = not done
+            return done
 
     def close(self, unless_begun: bool = False) -> bool:
         """No write happens after this returned True. With `unless_begun` a landing that has received anything stays
@@ -102,7 +126,3 @@ class Landings:
         with self._lock:
             self._by_key.pop(key, None)
         return True
-
-    def from_sender(self, sender: str) -> list[Key]:
-        with self._lock:
-            return [key for key, landing in self._by_key.items() if landing.sender == sender]

@@ -1,44 +1,75 @@
-"""Which token ranges travel in which messages. Pure: no sockets, no tensors, either direction."""
+"""Who sends which heads to whom, and which token ranges travel in which messages. Pure: no sockets, no tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
 
-from diptych.contract.errors import LayoutMismatch
 from diptych.workers.cache import KVLayout
+from diptych.workers.parallel.layout import kv_share
+
+
+@dataclass(frozen=True)
+class Route:
+    """KV heads [head, head_end) of the model, held at rank `source` of prefill and wanted at rank `target` of decode;
+    `from_head` and `to_head`: where the first of them stands in either rank's cache."""
+
+    source: int
+    target: int
+    head: int
+    head_end: int
+    from_head: int
+    to_head: int
+
+    @property
+    def heads(self) -> int:
+        return self.head_end - self.head
+
+
+def routes(kv_heads: int, sources: int, targets: int) -> tuple[Route, ...]:
+    """All links between a prefill group of `sources` ranks and a decode group of `targets`.
+
+    Every rank of decode gets each of its heads exactly once. Where several ranks of prefill hold a head, neighbouring
+    ranks of decode take it from different ones.
+    """
+    found: list[Route] = []
+    for target in range(targets):
+        wanted = kv_share(kv_heads, target, targets)
+        taken: dict[int, list[int]] = {}
+        for head in wanted:
+            holders = [source for source in range(sources) if head in kv_share(kv_heads, source, sources)]
+            taken.setdefault(holders[target % len(holders)], []).append(head)
+        for source, heads in taken.items():
+            start = kv_share(kv_heads, source, sources).start
+            at = heads[0]
+            found.append(Route(source, target, at, heads[-1] + 1, at - start, at - wanted.start))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Tokens [first, first + count) of layers [layer, layer_end) and KV heads [head, head_end), one message's payload:
-    [layers, k/v, tokens, heads, dim], contiguous."""
+    """Tokens [first, first + count) of all layers and some KV heads, one message's payload: [layers, k/v, tokens,
+    heads, dim], contiguous."""
 
     first: int
     count: int
-    layer: int
-    layer_end: int
-    head: int
-    head_end: int
 
-    def shape(self, layout: KVLayout) -> tuple[int, int, int, int, int]:
-        return (self.layer_end - self.layer, 2, self.count, self.head_end - self.head, layout.head_dim)
-
-    def bytes(self, layout: KVLayout) -> int:
-        layers, two, count, heads, dim = self.shape(layout)
-        return layers * two * count * heads * dim * layout.torch_dtype.itemsize
+    def shape(self, layout: KVLayout, heads: int) -> tuple[int, int, int, int, int]:
+        return (layout.layers, 2, self.count, heads, layout.head_dim)
 
 
-def plan(source: KVLayout, target: KVLayout, first: int, end: int, message_bytes: int) -> list[Slice]:
-    """Messages that carry tokens [first, end) of all layers, each at most `message_bytes` (at least one token).
+def token_bytes(layout: KVLayout, heads: int) -> int:
+    """Bytes of one token in all layers and `heads` heads."""
+    return layout.token_bytes // layout.kv_heads * heads
 
-    A few large messages rather than one a layer: message count, not bandwidth, bounds a hand-over. Raises
-    `LayoutMismatch` when the two sides hold different things.
+
+def plan(layout: KVLayout, heads: int, first: int, end: int, message_bytes: int) -> list[Slice]:
+    """Messages that carry `heads` heads of tokens [first, end), each at most `message_bytes` (at least one token).
+
+    A few large messages rather than one a layer: message count, not bandwidth, bounds a hand-over.
     """
-    if source != target:
-        raise LayoutMismatch(f"The sender's KV cache is {source} and the receiver's is {target}; they must be equal.")
-    tokens = max(1, message_bytes // source.token_bytes)
+    tokens = max(1, message_bytes // token_bytes(layout, heads))
     # Even pieces: the last one small would cost a message and save nothing.
     pieces = -(-(end - first) // tokens)
     bounds = [first + (end - first) * index // pieces for index in range(pieces + 1)] if pieces else []
-    return [Slice(start, stop - start, 0, source.layers, 0, source.kv_heads) for start, stop in pairwise(bounds)]
+    return [Slice(start, stop - start) for start, stop in pairwise(bounds)]

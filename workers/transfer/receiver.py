@@ -21,6 +21,7 @@ from diptych.contract.errors import (
     Cancelled,
     DiptychError,
     Internal,
+    LayoutMismatch,
     PrefillLost,
     TransferCorrupt,
     TransferFailed,
@@ -36,6 +37,7 @@ from diptych.workers.transfer.control import (
     Done,
     Finish,
     Frame,
+    LinkHello,
     LinkReady,
     Piece,
     Ping,
@@ -43,44 +45,14 @@ from diptych.workers.transfer.control import (
     Ready,
     answer,
 )
-from diptych.workers.transfer.landing import Landing, Landings
+from diptych.workers.transfer.events import Arrived, Event, Failure, Forsaken, PeerDown, PeerUp
+from diptych.workers.transfer.landing import Landings
 from diptych.workers.transfer.pair import RECEIVER, Pair, Slots, Transport, host_store, make_pair
+from diptych.workers.transfer.plan import Route, Slice, routes, token_bytes
 
 log = logging.getLogger("diptych.transfer")
 
 STRANGERS = 64  # connections whose opening is not complete, each at most `limits.handshake` old
-
-
-@dataclass(frozen=True)
-class PeerUp:
-    peer: str
-
-
-@dataclass(frozen=True)
-class PeerDown:
-    """The link from this prefill worker is gone; requests whose KV it owed will not get it."""
-
-    peer: str
-    error: DiptychError
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """All KV of a request is in its blocks, checked and complete. The engine may admit the sequence."""
-
-    landing: Landing
-    first_token: int
-
-
-@dataclass(frozen=True)
-class Forsaken:
-    """The sender gave a request up, or what came was not what was due."""
-
-    key: Key
-    error: DiptychError
-
-
-ReceiverEvent = PeerUp | PeerDown | Arrived | Forsaken
 
 
 class Receiver(Thread):
@@ -91,6 +63,8 @@ class Receiver(Thread):
         secret: bytes,
         epoch: str,
         digest: str,
+        place: tuple[int, int],
+        kv_heads: int,
         layout: KVLayout,
         landings: Landings,
         host: str,
@@ -98,9 +72,11 @@ class Receiver(Thread):
         transport: Transport,
         limits: Limits,
         message_bytes: int,
-        post: Callable[[ReceiverEvent], None],
+        post: Callable[[Event], None],
     ) -> None:
+        """place: this rank, and of how many. kv_heads: of the model; layout: of this rank's cache."""
         super().__init__(name="link-listener", daemon=True)
+        (self.rank, self.ranks), self.kv_heads = place, kv_heads
         self.secret, self.epoch, self.digest, self.layout, self.landings = secret, epoch, digest, layout, landings
         self.host, self.limits, self.post = host, limits, post
         self.device, self.transport = device, transport
@@ -147,6 +123,7 @@ class ReceiveLink(Thread):
         self.receiver = receiver
         self.control = Control(sock, receiver.limits.handshake)
         self.sender = ""
+        self.source = 0
         self._pair: Pair | None = None
         self._incoming: list[_Incoming] = []
 
@@ -157,7 +134,7 @@ class ReceiveLink(Thread):
                 self._open()
             finally:
                 self.receiver.known()
-            self.receiver.post(PeerUp(self.sender))
+            self.receiver.post(PeerUp(self.sender, self.source, self._sources, self.receiver.rank))
             self._serve()
         except DiptychError as failure:
             error = failure
@@ -169,11 +146,12 @@ class ReceiveLink(Thread):
         if type(error) is TransferFailed:
             error = PrefillLost(f"The link from prefill worker {self.sender} ended: {error}")
         if self.sender:
-            self.receiver.post(PeerDown(self.sender, error))
+            self.receiver.post(PeerDown(self.sender, self.source, self.receiver.rank, Failure.of(error)))
 
     def _open(self) -> None:
         owner = self.receiver
         hello = answer(self.control, owner.secret, owner.epoch, owner.digest, owner.transport, owner.store_address)
+        self._route = self._route_of(hello)
         pair = self._pair = make_pair(
             owner.transport, owner.store, hello.pair, RECEIVER, owner.host, owner.device, owner.limits.progress
         )
@@ -182,7 +160,17 @@ class ReceiveLink(Thread):
         pair.answer(self.control.check)
         self.control.write(LinkReady())
         self.control.limit = owner.limits.progress
-        self.sender = hello.sender
+        self.sender, self.source, self._sources = hello.sender, hello.source, hello.sources
+
+    def _route_of(self, hello: LinkHello) -> Route:
+        owner = self.receiver
+        for route in routes(owner.kv_heads, hello.sources, owner.ranks):
+            if (route.source, route.target) == (hello.source, owner.rank) == (hello.source, hello.target):
+                return route
+        raise LayoutMismatch(
+            f"Rank {hello.source} of {hello.sources} has nothing to send to rank {owner.rank} of {owner.ranks}, where"
+            f" it looked for rank {hello.target} of {hello.targets}; the model has {owner.kv_heads} KV heads."
+        )
 
     def _serve(self) -> None:
         while True:
@@ -195,7 +183,7 @@ class ReceiveLink(Thread):
             elif isinstance(frame, Abandon):
                 self._complete_all()
                 if frame.code != Cancelled.__name__:  # who cancelled prefill, the router, tells decode itself
-                    self.receiver.post(Forsaken(frame.key, from_wire(frame.code, frame.message)))
+                    self._forsake(frame.key, from_wire(frame.code, frame.message))
             elif isinstance(frame, Ping):
                 self.control.write(Pong())
             else:
@@ -236,24 +224,23 @@ class ReceiveLink(Thread):
 
     def _land(self, piece: Piece, wire: tuple[int, int]) -> bool:
         landing = self.receiver.landings.find(piece.key)
-        layout = self.receiver.layout
+        layout, heads = self.receiver.layout, self._route.heads
         if landing is None or landing.sender != self.sender:
             return False
-        shape = (layout.layers, 2, piece.count, layout.kv_heads, layout.head_dim)
+        shape = Slice(piece.first, piece.count).shape(layout, heads)
+        due = piece.count * token_bytes(layout, heads)
 
         def unpack(raw: torch.Tensor) -> bool:
             slab = raw.view(layout.torch_dtype).view(shape)
-            return landing.write(slab, piece.first, piece.count, wire)
+            return landing.write(slab, self.source, piece.first, piece.count, wire)
 
         try:
-            if piece.bytes != piece.count * layout.token_bytes:
-                raise TransferCorrupt(
-                    f"{piece.count} tokens came in {piece.bytes} bytes, not {piece.count * layout.token_bytes}."
-                )
+            if piece.bytes != due:
+                raise TransferCorrupt(f"{piece.count} tokens came in {piece.bytes} bytes, not {due}.")
             return self._slots.empty(piece.number, piece.bytes, unpack)
         except TransferCorrupt as error:
             landing.close()
-            self.receiver.post(Forsaken(piece.key, error))
+            self._forsake(piece.key, error)
             return False
 
     def _finish(self, frame: Finish) -> None:
@@ -261,13 +248,16 @@ class ReceiveLink(Thread):
         if landing is None or landing.sender != self.sender:
             self.control.write(Accepted(frame.key, "Cancelled", "Decode no longer waits for this request."))
             return
-        due = (landing.total, landing.total, landing.messages)
-        got = (landing.received, frame.total, frame.pieces)
-        landing.close()
-        if due != got:
-            error = TransferCorrupt(f"Decode holds (tokens, of, messages) {got} where {due} were due.")
-            self.receiver.post(Forsaken(frame.key, error))
+        try:
+            if landing.finish(self.source, frame.total, frame.pieces):
+                self.receiver.post(Arrived(frame.key, self.receiver.rank, frame.first_token, landing.stats))
+        except DiptychError as error:
+            landing.close()
+            if not isinstance(error, Cancelled):
+                self._forsake(frame.key, error)
             self.control.write(Accepted(frame.key, error.code, str(error)))
             return
-        self.receiver.post(Arrived(landing, frame.first_token))
         self.control.write(Accepted(frame.key))
+
+    def _forsake(self, key: Key, error: DiptychError) -> None:
+        self.receiver.post(Forsaken(key, Failure.of(error)))

@@ -39,49 +39,9 @@ from diptych.workers.transfer.control import (
     Ready,
     knock,
 )
+from diptych.workers.transfer.events import Failure, LinkDown, LinkUp, SendClosed, Stats
 from diptych.workers.transfer.pair import SENDER, Pair, Slots, Transport, connect_store, make_pair
-from diptych.workers.transfer.plan import Slice, plan
-
-
-@dataclass(frozen=True)
-class LinkUp:
-    peer: str
-
-
-@dataclass(frozen=True)
-class LinkDown:
-    """The link is gone with all it had open; the thread reads nothing any more."""
-
-    peer: str
-    error: DiptychError
-
-
-@dataclass(frozen=True)
-class SendClosed:
-    """The transfer of a request has ended. error: None when decode accepted it. `stats` explains it on the trace."""
-
-    key: Key
-    error: DiptychError | None
-    stats: SendStats
-
-
-@dataclass
-class SendStats:
-    """Of one request's transfer, on this thread's clock. wire: union of the intervals in which a payload was under way
-    (two may overlap), so bytes over it is a true rate."""
-
-    bytes: int = 0
-    messages: int = 0
-    first_ns: int = 0
-    last_ns: int = 0
-    pack_ns: int = 0
-    wait_ns: int = 0
-    wire_ns: int = 0
-    busy_until: int = 0
-
-    def wire(self, start: int, end: int) -> None:
-        self.wire_ns += max(0, end - max(start, self.busy_until))
-        self.busy_until = max(self.busy_until, end)
+from diptych.workers.transfer.plan import Route, Slice, plan, token_bytes
 
 
 @dataclass(frozen=True)
@@ -121,12 +81,12 @@ class _Flight:
 
 @dataclass
 class _Open:
-    stats: SendStats = field(default_factory=SendStats)
+    stats: Stats = field(default_factory=Stats)
     dropped: bool = False  # cancelled here, or no longer wanted there
 
 
 class SendLink(Thread):
-    """A link to one decode worker. The engine calls `queue`, `cancel` and `close`; none of them blocks."""
+    """A link to one rank of a decode worker. The engine calls `queue`, `cancel` and `close`; none of them blocks."""
 
     def __init__(
         self,
@@ -135,6 +95,9 @@ class SendLink(Thread):
         secret: bytes,
         digest: str,
         cache: KVCache,
+        route: Route,
+        sizes: tuple[int, int],
+        address: str,
         host: str,
         transport: Transport,
         limits: Limits,
@@ -142,10 +105,12 @@ class SendLink(Thread):
         post: Callable[[LinkUp | LinkDown | SendClosed], None],
         delay_s: float = 0.0,
     ) -> None:
-        super().__init__(name=f"send-{peer.id}", daemon=True)
+        """route: what it carries between which ranks; sizes: of the two groups. address: the receiving rank's."""
+        super().__init__(name=f"send-{peer.id}-{route.target}", daemon=True)
+        self.route, self.sizes, self.address = route, sizes, address
         self.peer, self.me, self.secret, self.digest = peer, me, secret, digest
         self.cache, self.host, self.limits, self.post, self.delay_s = cache, host, limits, post, delay_s
-        self.message_bytes = max(message_bytes, cache.layout.token_bytes)
+        self.message_bytes = max(message_bytes, token_bytes(cache.layout, route.heads))
         self.transport, self.device = transport, str(cache.data.device)
         self._jobs: queue.SimpleQueue[SendTokens | SendFinish | SendAbandon] = queue.SimpleQueue()
         self._cancelled: set[Key] = set()  # set.add and `in` are atomic under the interpreter's lock
@@ -171,7 +136,7 @@ class SendLink(Thread):
         error: DiptychError
         try:
             control = self._connect()
-            self.post(LinkUp(self.peer.id))
+            self.post(LinkUp(self.peer.id, self.route.source, self.route.target))
             self._serve(control)
         except DiptychError as failure:
             error = failure
@@ -184,19 +149,29 @@ class SendLink(Thread):
         if type(error) is TransferFailed:
             error = DecodeLost(f"The link to decode worker {self.peer.id} ended: {error}")
         self._fail_all(error)
-        self.post(LinkDown(self.peer.id, error))
+        self.post(LinkDown(self.peer.id, self.route.source, self.route.target, Failure.of(error)))
 
     def _connect(self) -> Control:
-        host, port = self.peer.link.rsplit(":", 1)
+        host, port = self.address.rsplit(":", 1)
         try:
             sock = socket.create_connection((host, int(port)), timeout=self.limits.handshake)
         except OSError as error:
-            raise TransferFailed(
-                f"Decode worker {self.peer.id} at {self.peer.link} does not answer: {error}."
-            ) from error
+            raise TransferFailed(f"Decode worker {self.peer.id} at {self.address} does not answer: {error}.") from error
         control = self._control = Control(sock, self.limits.handshake)
         name = uuid.uuid4().hex
-        hello = LinkHello(name, self.me, self.peer.epoch, self.digest, self.transport, uuid.uuid4().bytes)
+        route, (sources, targets) = self.route, self.sizes
+        hello = LinkHello(
+            name,
+            self.me,
+            self.peer.epoch,
+            self.digest,
+            self.transport,
+            uuid.uuid4().bytes,
+            route.source,
+            sources,
+            route.target,
+            targets,
+        )
         opened = knock(control, self.secret, hello)
         store = connect_store((opened.store_host, opened.store_port), self.limits.handshake)
         pair = self._pair = make_pair(self.transport, store, name, SENDER, self.host, self.device, self.limits.progress)
@@ -232,8 +207,7 @@ class SendLink(Thread):
 
     def _send_tokens(self, control: Control, job: SendTokens) -> None:
         entry = self._open.setdefault(job.key, _Open())
-        layout = self.cache.layout
-        for piece in plan(layout, layout, job.first, job.end, self.message_bytes):
+        for piece in plan(self.cache.layout, self.route.heads, job.first, job.end, self.message_bytes):
             if entry.dropped or job.key in self._cancelled:
                 return
             self._send_piece(control, job, piece, entry)
@@ -241,16 +215,17 @@ class SendLink(Thread):
                 time.sleep(self.delay_s)
 
     def _send_piece(self, control: Control, job: SendTokens, piece: Slice, entry: _Open) -> None:
-        layout, stats = self.cache.layout, entry.stats
+        layout, stats, route = self.cache.layout, entry.stats, self.route
         self._settle(keep=1)
         self._numbers += 1
-        size = piece.bytes(layout)
+        size = piece.count * token_bytes(layout, route.heads)
         start = monotonic_ns()
         stats.first_ns = stats.first_ns or start
 
         def pack(raw: torch.Tensor) -> None:
-            slab = raw.view(layout.torch_dtype).view(piece.shape(layout))
-            pack_tokens(self.cache.pages, job.blocks, piece.first, piece.count, slab)
+            slab = raw.view(layout.torch_dtype).view(piece.shape(layout, route.heads))
+            pages = self.cache.pages[..., route.from_head : route.from_head + route.heads, :]
+            pack_tokens(pages, job.blocks, piece.first, piece.count, slab)
 
         raw = self._slots.fill(self._numbers, size, pack)
         packed = monotonic_ns()
@@ -258,7 +233,7 @@ class SendLink(Thread):
         self._await(control, Ready)
         ready = monotonic_ns()
         self._flights.append(_Flight(job.key, self._numbers, self._payload.send(raw), ready, size))
-        stats.pack_ns += packed - start
+        stats.copy_ns += packed - start
         stats.wait_ns += ready - packed
         stats.bytes += size
         stats.messages += 1
@@ -318,7 +293,8 @@ class SendLink(Thread):
         entry = self._open.pop(key, None)
         if entry is not None:
             entry.stats.last_ns = monotonic_ns()
-            self.post(SendClosed(key, error, entry.stats))
+            failure = Failure.of(error) if error else None
+            self.post(SendClosed(key, self.route.source, self.route.target, failure, entry.stats))
 
     def _fail_all(self, error: DiptychError) -> None:
         self._drain_jobs()

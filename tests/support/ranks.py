@@ -1,0 +1,81 @@
+"""Runs a function in the processes of a group: each joins it over gloo, works, and sends back what it found."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import traceback
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diptych.workers.model.config import ModelConfig
+from diptych.workers.model.decoder import Decoder
+from diptych.workers.model.loader import load
+from diptych.workers.parallel.group import Group, join
+from diptych.workers.parallel.layout import ExpertTable, Shard
+from diptych.workers.transfer.pair import connect_store, host_store
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.support.ranks"])
+
+
+def run_ranks(size: int, work: Callable[..., Any], *given: Any, limit: float = 90.0) -> list[Any]:
+    """`work(group, *given)` at every rank; their results in order. Raises what a rank raised, as text."""
+    store, address = host_store("127.0.0.1", limit)
+    name = uuid.uuid4().hex
+    ends = [_context.Pipe(duplex=False) for _ in range(size)]
+    members = [
+        _context.Process(target=_member, args=(theirs, address, name, rank, size, limit, work, given), daemon=True)
+        for rank, (_, theirs) in enumerate(ends)
+    ]
+    for member, (_, theirs) in zip(members, ends, strict=True):
+        member.start()
+        theirs.close()
+    try:
+        found = []
+        for rank, (ours, _) in enumerate(ends):
+            assert ours.poll(limit), f"rank {rank} said nothing within {limit} s"
+            good, result = pickle.loads(ours.recv_bytes())  # by value: the rank may be gone when it is read
+            assert good, f"rank {rank}: {result}"
+            found.append(result)
+        return found
+    finally:
+        for member in members:
+            member.kill()
+            member.join()
+        del store
+
+
+def _member(
+    answer: Connection,
+    address: tuple[str, int],
+    name: str,
+    rank: int,
+    size: int,
+    limit: float,
+    work: Callable[..., Any],
+    given: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        group = join("gloo", connect_store(address, limit), name, rank, size, "127.0.0.1", "cpu", limit)
+        answer.send_bytes(pickle.dumps((True, work(group, *given))))
+    except Exception:  # noqa: BLE001 - it is told to the test
+        answer.send_bytes(pickle.dumps((False, traceback.format_exc())))
+
+
+def shard_of(group: Group, config: ModelConfig, spread: bool) -> Shard:
+    table = ExpertTable.even(config.moe.experts, group.size) if spread and config.moe else None
+    return Shard(group.rank, group.size, table)
+
+
+def decoder_of(group: Group, folder: Path, spread: bool = False) -> Decoder:
+    """This rank's decoder of a model's folder."""
+    config = ModelConfig.from_folder(folder)
+    shard = shard_of(group, config, spread)
+    return Decoder(config, load(folder, config, torch.float32, shard=shard), group, shard)

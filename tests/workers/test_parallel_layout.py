@@ -1,0 +1,96 @@
+"""Who holds what, who sends what to whom, and which layouts are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych.contract.errors import ConfigInvalid
+from diptych.workers.cache import KVLayout
+from diptych.workers.parallel.layout import ExpertTable, ModelSizes, kv_share, padded_share, refuse_bad_layout
+from diptych.workers.transfer.plan import plan, routes, token_bytes
+
+SIZES = [
+    (8, 1, 1),
+    (8, 1, 4),
+    (8, 4, 1),
+    (8, 2, 4),
+    (8, 4, 8),
+    (2, 1, 4),
+    (2, 4, 1),
+    (2, 4, 4),
+    (2, 8, 2),
+    (2, 2, 8),
+    (6, 2, 3),
+    (6, 3, 2),
+    (1, 4, 4),
+]
+
+
+@pytest.mark.parametrize(("kv_heads", "sources", "targets"), SIZES)
+def test_every_rank_gets_each_of_its_heads_once_from_a_rank_that_holds_it(
+    kv_heads: int, sources: int, targets: int
+) -> None:
+    found = routes(kv_heads, sources, targets)
+    assert len({(route.source, route.target) for route in found}) == len(found)
+    for target in range(targets):
+        own = [route for route in found if route.target == target]
+        wanted = kv_share(kv_heads, target, targets)
+        assert sorted(head for route in own for head in range(route.head, route.head_end)) == list(wanted)
+        for route in own:
+            held = kv_share(kv_heads, route.source, sources)
+            assert held.start + route.from_head == route.head
+            assert route.head_end <= held.stop
+            assert wanted.start + route.to_head == route.head
+
+
+def test_ranks_that_hold_the_same_head_share_the_sending() -> None:
+    assert [(route.source, route.target) for route in routes(2, 4, 4)] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+
+def test_pieces_of_some_heads_fill_messages() -> None:
+    layout = KVLayout(layers=3, kv_heads=4, head_dim=8, block_size=16, dtype="float32")
+    assert token_bytes(layout, 2) * 2 == layout.token_bytes
+    pieces = plan(layout, 2, 5, 105, 10 * token_bytes(layout, 2))
+    assert [piece.count for piece in pieces] == [10] * 10
+    assert pieces[0].first == 5
+    assert pieces[0].shape(layout, 2) == (3, 2, 10, 2, 8)
+
+
+def test_a_vocabulary_that_nothing_divides_is_covered() -> None:
+    shares = [padded_share(95, rank, 4) for rank in range(4)]
+    assert {len(share) for share in shares} == {24}
+    assert [word for share in shares for word in share][:95] == list(range(95))
+
+
+def test_an_expert_table_holds_each_expert_once() -> None:
+    for experts, ranks in [(8, 2), (8, 3), (60, 8), (4, 4)]:
+        table = ExpertTable.even(experts, ranks)
+        held = [table.held(rank) for rank in range(ranks)]
+        assert sorted(expert for own in held for expert in own) == list(range(experts))
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "spread", "numbers"),
+    [
+        (ModelSizes(9, 3, 1536), 2, False, ("2", "9")),
+        (ModelSizes(12, 3, 96), 2, False, ("2", "3 KV heads")),
+        (ModelSizes(8, 2, 81), 2, False, ("2", "81")),
+        (ModelSizes(8, 8, 96, 4, 97), 2, False, ("2", "97")),
+        (ModelSizes(8, 8, 96, 4, 97), 8, True, ("8", "4 experts")),
+        (ModelSizes(8, 8, 96), 2, True, ("none",)),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(
+    sizes: ModelSizes, ranks: int, spread: bool, numbers: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigInvalid) as refused:
+        refuse_bad_layout(sizes, ranks, spread, "decode-0")
+    for number in ("decode-0", *numbers):
+        assert number in str(refused.value)
+
+
+def test_layouts_that_divide() -> None:
+    for ranks in (1, 3, 9):
+        refuse_bad_layout(ModelSizes(9, 3, 1539), ranks, False)
+    refuse_bad_layout(ModelSizes(8, 2, 96, 6, 97), 4, True)

@@ -1,0 +1,121 @@
+"""The ranks of one worker group and their collectives: gloo between CPUs, NCCL between GPUs.
+
+No default world is made: the group is its own `ProcessGroup` on the first rank's store. Called by a rank's main thread
+only, by all ranks in the same order. A rank that dies leaves the others in a wait that ends with the group's limit at
+the latest; the front, which sees the death at once, kills them before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from diptych.contract.errors import Internal
+
+
+@dataclass
+class Traffic:
+    """What this rank sent to others: calls, and bytes by the least that any algorithm must send (a sum sends 2 (n-1)/n
+    of its tensor, a gather its own part n-1 times, an exchange what is not its own)."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Group:
+    """One rank's end. `rank` of `size`; every call blocks (or is ordered on the current CUDA stream) until it is done.
+
+    Tensors are contiguous, on the group's device; integers are as good as floats except for `sum`.
+    """
+
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.traffic = Traffic()
+        self._backend = backend
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Adds `x` up over all ranks, in place, and returns it: the same bits at every rank."""
+        if x.numel():
+            self._count(2 * (self.size - 1) * x.nbytes // self.size)
+            self._backend.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]: every rank's `x`, all of one shape."""
+        out = x.new_empty((self.size, *x.shape))
+        if x.numel():
+            self._count((self.size - 1) * x.nbytes)
+            self._backend._allgather_base(out.view(-1), x.view(-1)).wait()
+        return out
+
+    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Sends the first send[0] rows of `x` to rank 0, the next send[1] to rank 1, …; returns what came, in the order
+        of ranks. receive: how many rows each rank sends here."""
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        width = x[:1].numel() * x.element_size() if len(x) else 0
+        self._count((len(x) - send[self.rank]) * width)
+        self._backend.alltoall_base(out, x, list(receive), list(send)).wait()
+        return out
+
+    def least(self, value: int, device: torch.device | str) -> int:
+        """The smallest of the ranks' values."""
+        return int(self.gather(torch.tensor([value], device=device)).min())
+
+    def _count(self, size: int) -> None:
+        self.traffic.calls += 1
+        self.traffic.bytes += size
+
+    def close(self) -> None:
+        """Ends the communicator from this side."""
+        abort = getattr(self._backend, "abort", None)
+        if abort is not None and self._backend.name() == "nccl":
+            abort()
+
+
+def join(
+    transport: Literal["gloo", "nccl"],
+    store: TCPStore,
+    name: str,
+    rank: int,
+    size: int,
+    host: str,
+    device: str,
+    limit: float,
+) -> Group:
+    """Joins the group of that name; every rank does the same within `limit` seconds. Raises `Internal` after it."""
+    prefixed = PrefixStore(f"group/{name}", store)
+    try:
+        backend = (
+            _nccl(prefixed, rank, size, limit) if transport == "nccl" else _gloo(prefixed, rank, size, host, limit)
+        )
+        group = Group(backend, rank, size)
+        group.sum(torch.zeros(1, device=device))  # the first message is slow: not inside a step
+    except RuntimeError as error:
+        raise Internal(f"The group of {size} ranks could not be made: {str(error).splitlines()[0]}") from error
+    group.traffic = Traffic()
+    return group
+
+
+def _gloo(store: PrefixStore, rank: int, size: int, host: str, limit: float) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=limit)
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: PrefixStore, rank: int, size: int, limit: float) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=limit)
+    options.config.max_ctas = int(os.environ.get("NCCL_MAX_CTAS", "16"))
+    return ProcessGroupNCCL(store, rank, size, options)
