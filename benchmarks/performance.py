@@ -231,6 +231,39 @@ def _rest(found: dict[str, Any], stem: str) -> Iterator[str]:
         yield f"As published, for Llama-2-7B on an A100 (not comparable with another model or machine): {published}.\n"
 
 
+def service_cpu() -> Iterator[str]:
+    for name, found in results("service_cpu"):
+        yield "### The whole service against transformers, and its two arrangements\n"
+        yield source(name, found)
+        measured = found["results"]
+        one, eight, gap = (measured[key] for key in list(measured)[:3])
+        best = min(one["transformers_ms_a_token"].values(), key=lambda cache: float(cache["median"]))
+        yield (
+            f"One request of 128 + 128 tokens: {_ranged(one['ms_a_token'])} ms a token, transformers"
+            f" {_ranged(best)}; ratio of pairs {_ranged(one['ratio_to_faster_cache'])}. Eight at once:"
+            f" {_ranged(eight['ratio'])} times the tokens/s of one. First to second token: alone"
+            f" {gap['lone_gap_p95_ms']} ms at p95, loaded {gap['loaded_gap_p50_ms']} ms at p50.\n"
+        )
+        head = (
+            "while prompts of 768 tokens arrive",
+            "TTFT, ms",
+            "of the long ones",
+            "ms a token",
+            "ITL p50",
+            "ITL p99",
+        )
+        rows = [
+            (key.split(",")[0], _ranged(r["ttft_ms"]), _ranged(r["long_ttft_ms"]), _ranged(r["ms_a_token"]),
+             r["itl_p50_ms"], r["itl_p99_ms"])
+            for key, r in measured.items() if "arriving" in key
+        ]  # fmt: skip
+        yield table(head, rows)
+
+
+def _ranged(values: dict[str, float]) -> str:
+    return f"{values['median']} ({values['min']}–{values['max']})"
+
+
 def comparisons() -> Iterator[str]:
     for name, found in results("bench-compare"):
         a, b = found["configurations"]
@@ -266,7 +299,7 @@ def generator() -> Iterator[str]:
 def main() -> None:
     sections = (
         ("## The engine\n", engine), ("", decode_steps), ("", service_gpu), ("## Anatomy\n", profiles),
-        ("## The service on a CPU\n", comparisons), ("", generator),
+        ("## The service on a CPU\n", service_cpu), ("", comparisons), ("", generator),
     )  # fmt: skip
     parts = [HEAD]
     for title, section in sections:
