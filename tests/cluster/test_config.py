@@ -74,7 +74,6 @@ def test_a_missing_role_is_named() -> None:
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"decode": {"tensor": 2}}, r"decode\.tensor is 2"),
         ({"decode": {"token_budget": 64}}, r"decode\.token_budget \(64\).*decode\.max_batch \(64\)"),
         ({"roles": "colocated", "colocated": {"token_budget": 3, "max_batch": 4}}, r"\(3\).*\(4\)"),
     ],
