@@ -83,7 +83,7 @@ async def test_handshake(demo_model: Path) -> None:
     await cluster.start()
     try:
         decode = (await infos(cluster))["decode"]
-        host, port = decode.link.rsplit(":", 1)
+        host, port = decode.links[0].rsplit(":", 1)
         for said in (b"", b"\xff\xff\xff\xff", b"\x04\x00\x00\x00junk"):
             with socket.create_connection((host, int(port))) as stranger:
                 stranger.sendall(said)
@@ -141,7 +141,7 @@ from tests.support.probe import Probe
 from tests.system.test_walking_path import SECRET, long_prompt, request
 
 async def main():
-    info = WorkerInfo("x", "decode", sys.argv[1], "", "", "", 0, (), 16, 1, 1)
+    info = WorkerInfo("x", "decode", sys.argv[1], (), "", "", 0, (), 16, 1, 1)
     async with Probe(info, SECRET) as probe:
         asked = request("endless", long_prompt(60, 1), 900)
         await probe.send(Generate(asked))
@@ -187,8 +187,8 @@ async def test_group_start(demo_model: Path) -> None:
     worker = Worker(alone(demo_model, limits), SECRET, Nowhere())
     with pytest.raises(Exception, match="was not up within"):
         await worker.start()
-    assert worker._process is not None
-    assert worker._process.poll() is not None
+    assert worker._ranks
+    assert all(rank.process.poll() is not None for rank in worker._ranks)
 
 
 async def test_drain(demo_model: Path) -> None:
