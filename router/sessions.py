@@ -265,7 +265,7 @@ class Sessions:
             error = WorkerLost(
                 f"The session to {info.id} broke: {(failure.details() or failure.code().name).rstrip('.')}."
             )
-        except Exception as failure:  # whatever it was, this session is over and the next poll tries again
+        except Exception as failure:  # whatever it was, the session is over and the next poll tries again
             log.debug("session to %s", info.id, exc_info=True)
             error = failure
         finally:

@@ -145,7 +145,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
     clock: (monotonic, wall) in ns at sending. links: ids of the prefill workers (at decode) or decode workers (at
     prefill) to which a link is ready. prefixes: digests of cached prefix blocks gained and lost since the last message
-    of this session (bounded; the router keeps a hint, never a promise). experts: tokens that each expert was given
+    of the session (bounded; the router keeps a hint, never a promise). experts: tokens that each expert was given
     since the start, where experts are spread over ranks.
     """
 
