@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12; do $$p -c 'import venv' 2>/dev
 CONSTRAINTS ?= constraints-cpu.txt
 BIN := .venv/bin
 READY := .venv/.ready
-PYTEST := timeout 1500 $(BIN)/python -m pytest
+PYTEST := timeout 2400 $(BIN)/python -m pytest
 
 .PHONY: demo test test-gpu test-slow lint types format proto bench-cpu clean
 

@@ -73,7 +73,7 @@ async def _answers(client: Client) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [(1, 2), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (2, 2), (1, 4)))],
+    [(1, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 2), (2, 1), (2, 2), (1, 4)))],
 )
 async def test_groups_of_unequal_sizes(
     dense: tuple[Path, list[list[int]]], tmp_path: Path, prefill: int, decode: int
@@ -116,7 +116,8 @@ async def test_sampling_penalties_and_logprobs_are_alike_at_every_rank(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("spread", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [False, True])
 async def test_experts(mixture: tuple[Path, list[list[int]]], tmp_path: Path, spread: bool) -> None:
     folder, right = mixture
     arguments = small(
@@ -128,6 +129,7 @@ async def test_experts(mixture: tuple[Path, list[list[int]]], tmp_path: Path, sp
             await until_idle(client)
 
 
+@pytest.mark.slow
 async def test_smollm2_at_three_ranks_says_what_it_always_says(demo_model: Path, tmp_path: Path) -> None:
     with running(demo_model, tmp_path, *small(prefill__tensor=3, decode__tensor=3)) as service:
         async with Client(service.address) as client:
