@@ -209,7 +209,11 @@ def load_config(file: Path | None = None, flags: Mapping[str, Any] | None = None
         dotted, found, text = line.partition("=")
         if not found or not dotted:
             raise ConfigInvalid(f"--set takes KEY=VALUE, such as decode.count=2, not {line!r}.")
-        _put(tree, dotted.strip(), yaml.safe_load(text) if text else "")
+        try:
+            value = yaml.safe_load(text) if text else ""
+        except yaml.YAMLError as error:
+            raise ConfigInvalid(f"--set {dotted}: {text!r} is not a YAML value.") from error
+        _put(tree, dotted.strip(), value)
     return validate(tree)
 
 

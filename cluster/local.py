@@ -43,7 +43,11 @@ class LocalGroup:
             command = [sys.executable, "-m", "diptych.cluster.worker_process", str(theirs.fileno())]
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                    *command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=os.environ | {"PYTHONSAFEPATH": "1"},  # the current folder may hold a clone of the same name
                 )
             except BaseException:
                 ours.close()

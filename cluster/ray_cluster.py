@@ -171,9 +171,12 @@ def _ask(address: str, token: str) -> grpc.StatusCode | None:
 
 def _init(**options: Any) -> Any:
     logging.getLogger("ray").setLevel(logging.ERROR)
-    return ray.init(
-        namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options
-    )
+    # Ray puts the driver's current folder on every worker's import path: one that holds a clone would shadow the
+    # installed package there.
+    with contextlib.chdir(_short_folder()):
+        return ray.init(
+            namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options
+        )
 
 
 def _short_folder() -> str:

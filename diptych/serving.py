@@ -56,7 +56,7 @@ async def start_service(config: Config, watch: Watch) -> Service:
     check_model(folder, weights=config.engine.load_format != "dummy")
     config = config.model_copy(
         update={
-            "model": str(folder),
+            "model": str(folder.absolute()),  # workers run in other folders
             "service": config.service.model_copy(update={"model_name": config.model_name}),
             "telemetry": config.telemetry.model_copy(update={"file": _absolute(config.telemetry.file)}),
         }

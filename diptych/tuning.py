@@ -53,9 +53,14 @@ def _calibrate(args: argparse.Namespace) -> int:
     from diptych.workers.model.loader import load
 
     config = ModelConfig.from_folder(args.model)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigInvalid(f"--device {args.device}: PyTorch sees no GPU here.")
     if not args.prompts.is_file():
         raise ConfigInvalid(f"The prompts file {args.prompts} does not exist.")
-    lines = [line for line in args.prompts.read_text().splitlines() if line.strip()]
+    try:
+        lines = [line for line in args.prompts.read_text().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ConfigInvalid(f"{args.prompts} is not text in UTF-8.") from error
     if not lines:
         raise ConfigInvalid(f"{args.prompts} holds no prompt.")
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)

@@ -64,12 +64,15 @@ def _set(request: pb.GenerateRequest, name: str, value: Any) -> None:
         if field is None:
             continue
         target = getattr(part, name)
-        if field.message_type is not None:
-            target.update(value)
-        elif field.is_repeated:
-            target.extend(value)
-        else:
-            setattr(part, name, value)
+        try:
+            if field.message_type is not None:
+                target.update(value)
+            elif field.is_repeated:
+                target.extend(value)
+            else:
+                setattr(part, name, value)
+        except (ValueError, TypeError) as error:  # protobuf's own words for what no field can hold
+            raise InvalidRequest(f"{name} cannot be {value!r}: {error}.") from error
         return
     raise TypeError(f"A request has no field {name!r}.")
 

@@ -8,7 +8,6 @@ actor and in a plain process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import os
@@ -181,7 +180,11 @@ class Worker:
         ours, theirs = socket.socketpair()
         threads = str(self.settings.threads)
         environment = (
-            CPU_MANNERS | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | NCCL_SURVIVES
+            CPU_MANNERS
+            | os.environ
+            | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+            | NCCL_SURVIVES
+            | {"PYTHONSAFEPATH": "1"}
         )
         numbers = [sock.fileno() for sock in (theirs, *lines)]
         process = subprocess.Popen(  # noqa: ASYNC220 - a fork takes milliseconds; asyncio's child watcher is not needed
@@ -454,11 +457,14 @@ class Worker:
             yield message
 
     async def _read(self, requests: AsyncIterator[bytes], session: Session) -> None:
-        with contextlib.suppress(StopAsyncIteration, TimeoutError):
+        """Until the router leaves, says nothing for the lease, or the stream breaks in any way."""
+        try:
             while True:
                 message = await asyncio.wait_for(anext(requests), self.limits.lease)
                 if message != BEAT:
                     self._engine.send(Deliver(session.id, message))
+        except Exception as error:  # noqa: BLE001 - however it ended, the session is over
+            log.debug("session %s ended: %r", session.id, error)
         session.put(None)
 
     def _hello(self, message: bytes) -> Hello:
