@@ -48,7 +48,9 @@ def bystander() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    with ray_lock(), bystander() as other:
+    """Its actors are classes of these tests, which Ray's workers must find from whatever folder they run in."""
+    with ray_lock(), bystander() as other, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
         cluster = connect("local", cpus=4, gpus=2)
         members = [pid for pid in descendants(os.getpid()) if pid != other]
         assert len(members) > 3
