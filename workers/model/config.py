@@ -108,9 +108,6 @@ class ModelConfig:
         read.refuse_rest()
         return config
 
-    def window(self, layer: int) -> int | None:
-        return self.windows[layer]
-
     def is_sparse(self, layer: int) -> bool:
         return self.moe is not None and self.moe.sparse[layer]
 
