@@ -54,7 +54,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     parser.add_argument("--layers", type=int, metavar="N", help="fewer layers than the shape has")
     parser.add_argument("--threads", type=int, default=2, help="torch threads on a CPU")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep JSON and plots there")
+    parser.add_argument("--out", type=Path, metavar="PLACE", help="keep JSON and plots there, or in X.json JSON alone")
     parser.set_defaults(run=run_profile)
 
 
@@ -108,8 +108,11 @@ def run_profile(args: argparse.Namespace) -> int:
     print(report.tables(found))
     line = result_line("profile", args.device, **found)
     if args.out:
-        keep(args.out, "profile", line)
-        report.draw(args.out, found)
+        path = args.out if args.out.suffix == ".json" else args.out / "profile.json"
+        keep(path.parent, path.stem, line)
+        if path is not args.out:
+            report.draw(args.out, found)
+        line = result_line("profile", args.device, **report.summary(found), result=str(path))
     print(line)
     return 130 if found["interrupted"] else 0
 
@@ -269,6 +272,7 @@ def make(name: str, plan: Plan, folder: Path | None = None, config: ModelConfig 
 def _measure_engine(plan: Plan, name: str, found: dict[str, Any], bar: _Bar) -> None:
     from diptych.profile import anatomy, memory
 
+    memory.tidy(plan.device)
     _warm(plan, name)
     memory.tidy(plan.device)
     baseline = memory.used(plan.device)
@@ -292,6 +296,8 @@ def _measure_engine(plan: Plan, name: str, found: dict[str, Any], bar: _Bar) -> 
         bar.next(f"{name}: without a KV cache")
         few = min(plan.new, 8)
         found.setdefault("without_cache", []).append(anatomy.without_cache(engine, 1, min(plan.contexts), few))
+    del engine
+    memory.tidy(plan.device)
 
 
 def _warm(plan: Plan, name: str) -> None:
@@ -312,7 +318,7 @@ def _step_once(engine: Subject) -> None:
 
 def _measure_heads(plan: Plan, found: dict[str, Any], bar: _Bar) -> None:
     """The same shape with as many KV heads as query heads, and with its own; both with random weights."""
-    from diptych.profile import anatomy
+    from diptych.profile import anatomy, memory
     from diptych.workers.model.config import ModelConfig
 
     rows: list[dict[str, Any]] = []
@@ -330,4 +336,6 @@ def _measure_heads(plan: Plan, found: dict[str, Any], bar: _Bar) -> None:
                     "attention_ms": round(sum(each["ms"] for each in operators), 4),
                     "attention_share": decode["shares"]["attention"],
                 })  # fmt: skip
+            del engine  # before the next: two at once may not fit
+            memory.tidy(plan.device)
     found["heads"] = rows
