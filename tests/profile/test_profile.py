@@ -268,6 +268,20 @@ def test_an_interruption_keeps_what_was_measured(
     assert line["phases"][0]["operators"][0]["wall"] is not None
 
 
+def test_a_failure_keeps_what_was_measured(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Theirs, "prefill", failing)
+    limits = ["--context", "8", "--new", "2", "--rounds", "2", "--show", "operators"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        main(["profile", str(tiny), *limits, "--out", str(tmp_path / "kept.json")])
+    found = json.loads((tmp_path / "kept.json").read_text())
+    assert found["failed"] == "RuntimeError: out of memory"
+    assert [phase["engine"] for phase in found["phases"]] == ["diptych", "diptych"]
+    assert "floor_ms" in found["phases"][0]["operators"][0]
+
+
 def test_shapes_without_weights(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = ["--context", "8", "--new", "2", "--rounds", "2", "--show", "latency", "--layers", "2"]
     assert main(["profile", str(tiny), *limits, "--load-format", "dummy", "--engine", "diptych"]) == 0
