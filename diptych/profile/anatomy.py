@@ -16,7 +16,8 @@ import torch
 
 from diptych.kernels.ceilings import Ceilings
 from diptych.profile.memory import MemoryCurve, Sizes, workspace
-from diptych.profile.recorder import RECORDING, Recorder, Timed, clock_of
+from diptych.profile.recorder import RECORDING, Recorder, Timed
+from diptych.profile.steps import Launched, Steps, by_turns, decode_steps
 from diptych.profile.work import CATEGORIES, Operator
 from diptych.workers.memory import weight_bytes
 from diptych.workers.model.config import ModelConfig
@@ -26,7 +27,8 @@ _CURVE = 400  # points of a memory curve that are kept
 
 class Subject(Protocol):
     """An engine under measurement. `begin` prepares; then `prefill` and any number of `decode` (each one token a
-    sequence), or `without_cache`. weight_bytes: of parameters. held_bytes: with copies in other forms."""
+    sequence), or `without_cache`. `repeated`: the next decode step as a function that may be called any number of times
+    and captured; it moves nothing on. weight_bytes: of parameters. held_bytes: with copies in other forms."""
 
     name: str
     config: ModelConfig
@@ -38,6 +40,7 @@ class Subject(Protocol):
     def begin(self, batch: int, context: int, new: int) -> None: ...
     def prefill(self) -> None: ...
     def decode(self) -> None: ...
+    def repeated(self) -> Callable[[], None]: ...
     def without_cache(self) -> None: ...
     def cache_bytes(self) -> int: ...
     def expected_cache(self, batch: int, tokens: int) -> int: ...
@@ -57,36 +60,29 @@ def phases(
     engine.prefill()
     engine.decode()
     found = []
-    for phase, step, times in (("prefill", engine.prefill, max(2, rounds // 2)), ("decode", engine.decode, 2 * rounds)):
-        if phase == "decode":
+    for phase, times in (("prefill", max(2, rounds // 2)), ("decode", 2 * rounds)):
+        if phase == "prefill":
+            steps: Steps = Launched(engine, engine.prefill)
+        else:
             engine.prefill()
-        found.append(
-            {"engine": engine.name, "phase": phase, "batch": batch, "context": context} | _phase(engine, step, times)
-        )
+            steps = decode_steps(engine, engine.decode)
+        found.append({"engine": engine.name, "phase": phase, "batch": batch, "context": context} | _phase(steps, times))
         done()
     return found
 
 
-def _phase(engine: Subject, step: Callable[[], None], rounds: int) -> dict[str, Any]:
-    """Plain and recorded steps by turns, so that what else happens on the machine meets both. Of each kind the
-    fastest is taken: on a machine that others use it is the one that they disturbed least."""
-    clock = clock_of(engine.device)
-    recorder, plain = Recorder(clock), []
-    for _ in range(rounds):
-        clock.begin()
-        marks = [clock.mark()]
-        step()
-        marks.append(clock.mark())
-        plain += clock.seconds(marks)
-        with engine.labelled(recorder), recorder.step():
-            step()
-    recording = [step.pop(RECORDING).seconds for step in recorder.steps]
-    totals = [sum(timed.seconds for timed in step.values()) for step in recorder.steps]
-    operators = recorder.steps[totals.index(min(totals))]
+def _phase(steps: Steps, rounds: int) -> dict[str, Any]:
+    """Of plain and of recorded steps the fastest is taken: on a machine that others use it is the one that they
+    disturbed least."""
+    plain, recorded = zip(*by_turns(steps, rounds), strict=True)
+    recording = [step.pop(RECORDING).seconds for step in recorded]
+    totals = [sum(timed.seconds for timed in step.values()) for step in recorded]
+    operators = recorded[totals.index(min(totals))]
     total, fastest = min(totals), min(plain)
     shares = {kind: sum(t.seconds for o, t in operators.items() if o.category == kind) / total for kind in CATEGORIES}
     return {
-        "step_ms": round(fastest * 1e3, 4), "median_ms": round(statistics.median(plain) * 1e3, 4),
+        "captured": steps.captured, "step_ms": round(fastest * 1e3, 4),
+        "median_ms": round(statistics.median(plain) * 1e3, 4),
         "operators_ms": round(total * 1e3, 4), "operators_over_step": round(total / fastest, 4),
         "profiling_cost": round(statistics.median(r / t for r, t in zip(recording, totals, strict=True)), 4),
         "shares": {kind: round(share, 4) for kind, share in shares.items()},
@@ -121,6 +117,10 @@ def add_walls(phases: list[dict[str, Any]], limits: Ceilings) -> None:
 def generation(engine: Subject, batch: int, context: int, new: int, baseline: int) -> dict[str, Any]:
     """One generation with its latencies and its memory on one time axis. baseline: bytes in use before the model."""
     engine.begin(batch, context, new)
+    if engine.device.type == "cuda":  # kernels are compiled and loaded at these shapes' first use
+        engine.prefill()
+        engine.decode()
+        torch.cuda.synchronize(engine.device)
     at: list[float] = []
     with MemoryCurve(engine.device, baseline) as curve:
         for step in (engine.prefill, *[engine.decode] * (new - 1)):

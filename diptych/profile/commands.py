@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from diptych.bench.shapes import SHAPES, write_shape
@@ -54,7 +56,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     parser.add_argument("--layers", type=int, metavar="N", help="fewer layers than the shape has")
     parser.add_argument("--threads", type=int, default=2, help="torch threads on a CPU")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep JSON and plots there")
+    parser.add_argument("--out", type=Path, metavar="PLACE", help="keep JSON and plots there, or in X.json JSON alone")
     parser.set_defaults(run=run_profile)
 
 
@@ -97,6 +99,7 @@ def run_profile(args: argparse.Namespace) -> int:
     from diptych.profile import report
 
     torch.set_num_threads(args.threads)
+    failure: Exception | None = None
     found: dict[str, Any] = {"model": Path(args.model).name, "dtype": "", "threads": args.threads, "interrupted": False}
     with _folder(args) as (folder, form):
         plan = _plan(args, folder, form)
@@ -105,12 +108,19 @@ def run_profile(args: argparse.Namespace) -> int:
                 _measure(plan, found)
         except KeyboardInterrupt:
             found["interrupted"] = True
+        except Exception as error:  # noqa: BLE001 - raised again below: what was measured before it is kept
+            found["failed"], failure = f"{type(error).__name__}: {error}", error
     print(report.tables(found))
     line = result_line("profile", args.device, **found)
     if args.out:
-        keep(args.out, "profile", line)
-        report.draw(args.out, found)
+        path = args.out if args.out.suffix == ".json" else args.out / "profile.json"
+        keep(path.parent, path.stem, line)
+        if path is not args.out:
+            report.draw(args.out, found)
+        line = result_line("profile", args.device, **report.summary(found), result=str(path))
     print(line)
+    if failure is not None:
+        raise failure
     return 130 if found["interrupted"] else 0
 
 
@@ -201,12 +211,18 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 @dataclass
 class _Bar:
-    """How far the plan is, on a terminal."""
+    """How far the plan is, on a terminal; a line a step elsewhere, so that a log shows what takes how long."""
 
     total: int
-    console: Any = field(init=False)
+    progress: Any = field(init=False)
 
     def __post_init__(self) -> None:
+        self.started = perf_counter()
+        self.progress = nullcontext()
+        if sys.stderr.isatty():
+            self._draw()
+
+    def _draw(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -215,7 +231,10 @@ class _Bar:
         self.task = self.progress.add_task("Ceilings of this machine", total=self.total)
 
     def next(self, what: str) -> None:
-        self.progress.update(self.task, advance=1, description=what)
+        if sys.stderr.isatty():
+            self.progress.update(self.task, advance=1, description=what)
+        else:
+            print(f"{perf_counter() - self.started:7.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 def _measure(plan: Plan, found: dict[str, Any]) -> None:
@@ -248,7 +267,10 @@ def _walls(plan: Plan, found: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        again = ceilings(plan.device, plan.dtype)
+        try:
+            again = ceilings(plan.device, plan.dtype)
+        except RuntimeError:  # a device that failed measures no more
+            again = limits
         limits = Ceilings(max(limits.read, again.read), max(limits.flops, again.flops))
         found["ceilings"] = {
             "read_gb_s": round(limits.read / 1e9, 2), "gflop_s": round(limits.flops / 1e9, 1),
@@ -269,6 +291,7 @@ def make(name: str, plan: Plan, folder: Path | None = None, config: ModelConfig 
 def _measure_engine(plan: Plan, name: str, found: dict[str, Any], bar: _Bar) -> None:
     from diptych.profile import anatomy, memory
 
+    memory.tidy(plan.device)
     _warm(plan, name)
     memory.tidy(plan.device)
     baseline = memory.used(plan.device)
@@ -292,6 +315,8 @@ def _measure_engine(plan: Plan, name: str, found: dict[str, Any], bar: _Bar) -> 
         bar.next(f"{name}: without a KV cache")
         few = min(plan.new, 8)
         found.setdefault("without_cache", []).append(anatomy.without_cache(engine, 1, min(plan.contexts), few))
+    del engine
+    memory.tidy(plan.device)
 
 
 def _warm(plan: Plan, name: str) -> None:
@@ -312,7 +337,7 @@ def _step_once(engine: Subject) -> None:
 
 def _measure_heads(plan: Plan, found: dict[str, Any], bar: _Bar) -> None:
     """The same shape with as many KV heads as query heads, and with its own; both with random weights."""
-    from diptych.profile import anatomy
+    from diptych.profile import anatomy, memory
     from diptych.workers.model.config import ModelConfig
 
     rows: list[dict[str, Any]] = []
@@ -330,4 +355,6 @@ def _measure_heads(plan: Plan, found: dict[str, Any], bar: _Bar) -> None:
                     "attention_ms": round(sum(each["ms"] for each in operators), 4),
                     "attention_share": decode["shares"]["attention"],
                 })  # fmt: skip
+            del engine  # before the next: two at once may not fit
+            memory.tidy(plan.device)
     found["heads"] = rows

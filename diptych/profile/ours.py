@@ -1,13 +1,15 @@
 """This project's decoder as a subject of measurement: prompts in, steps one by one, its operators by name.
 
-Runs what the engine runs in a step, without scheduler and messages: batch, decoder, head, greedy draw.
+Runs what the engine runs in a step, without scheduler and messages: batch, decoder, head, greedy draw. On a GPU prompts
+are staged before the step and decode replays a captured graph, as in the engine.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from diptych.kernels import moe as moe_module
 from diptych.kernels.batch import Batch
 from diptych.kernels.sampling import greedy
+from diptych.profile.decode_graph import DecodeGraph
 from diptych.profile.recorder import Recorder, replaced
 from diptych.profile.work import Category, Operator, Work, attention, product, rows
 from diptych.workers.cache import KVCache
@@ -41,6 +44,7 @@ class Ours:
         # A tied head is read in a form of its own on a CPU, so it is there twice.
         self.held_bytes = self.weight_bytes + (self._head_copy() if config.tied else 0)
         self.cache: KVCache | None = None
+        self.graph: DecodeGraph | None = None
 
     def _head_copy(self) -> int:
         head, table = self.decoder.head.weight, self.decoder.embedding.weight
@@ -50,7 +54,7 @@ class Ours:
         """Room for `batch` sequences of `context` prompt tokens and `new` more; the same random prompts each time."""
         each = -(-(context + new) // BLOCK)
         config = self.config
-        self.cache = None  # before the new one is there: two at once are not what is measured
+        self.cache = self.graph = None  # before the new ones are there: two at once are not what is measured
         self.cache = KVCache(
             config.layers, batch * each, BLOCK, config.kv_heads, config.head_dim, self.dtype, self.device
         )
@@ -59,19 +63,31 @@ class Ours:
         self.tokens = torch.randint(0, config.vocab, (batch, context), generator=draw)
         self.last = self.tokens[:, -1]
         self.at = context
+        self.staged: Batch | None = None
+        if self.device.type == "cuda":
+            self.staged = self._batch(self.tokens, 0)
+            self.graph = DecodeGraph(self.decoder, self.cache, self.tables, context)
 
     def prefill(self) -> None:
-        self._step(self.tokens, 0)
+        """A copy of the staged batch: it remembers nothing that a step before derived from it."""
+        self._run(self._batch(self.tokens, 0) if self.staged is None else replace(self.staged))
         self.at = self.tokens.shape[1]
 
     def decode(self) -> None:
-        self._step(self.last.unsqueeze(1), self.at)
+        if self.graph is None:
+            self._run(self._batch(self.last.unsqueeze(1), self.at))
+        else:
+            self.last = self.graph.step(self.last, self.at)
         self.at += 1
+
+    def repeated(self) -> Callable[[], None]:
+        batch = self._batch(self.last.unsqueeze(1), self.at)
+        return lambda: self._run(replace(batch))
 
     def without_cache(self) -> None:
         """The next token the hard way: all tokens so far are computed again."""
         self.tokens = torch.cat((self.tokens, self.last.cpu().unsqueeze(1)), 1)
-        self._step(self.tokens, 0)
+        self._run(self._batch(self.tokens, 0))
 
     def cache_bytes(self) -> int:
         assert self.cache is not None
@@ -83,10 +99,9 @@ class Ours:
         each = 2 * config.layers * config.kv_heads * config.head_dim * self.dtype.itemsize
         return batch * -(-tokens // BLOCK) * BLOCK * each
 
-    def _step(self, tokens: Tensor, start: int) -> None:
+    def _run(self, batch: Batch) -> None:
         assert self.cache is not None
-        batch = self._batch(tokens, start)
-        count, width = tokens.shape
+        count, width = len(batch.contexts), batch.max_query
         hidden = self.decoder(batch, self.cache)
         if width > 1:
             hidden = hidden[torch.arange(1, count + 1, device=self.device) * width - 1]

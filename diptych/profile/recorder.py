@@ -1,8 +1,9 @@
 """Times a step's operators: a timeline cut at the border of every operator, each piece belonging to the innermost one.
 
 Every operator's time is measured by its own two borders, the time between operators too; nothing is a remainder. What a
-border itself costs the host is measured as well, and belongs to no operator. On a GPU the borders are events in the
-stream, and a pause before the step lets the host run ahead, so that the times are the device's and not the launching's.
+border itself costs is measured as well, and belongs to no operator. On a GPU the borders are events in the stream, and
+a pause before the step lets the host run ahead, so that the times are the device's and not the launching's; in a
+captured graph they are nodes of it, recorded anew by each replay.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from diptych.profile.work import Operator, Work
 NONE = Work()
 BETWEEN = Operator("between operators", "other")
 RECORDING = Operator("recording itself", "other")
-_PAUSE = 60_000_000  # cycles of a GPU: some 30 ms, longer than a host takes to launch a step
+_CYCLES = 2e9  # of a GPU in a second, so that its pauses are about as long as asked
 
 
 class Clock(Protocol):
@@ -30,6 +31,10 @@ class Clock(Protocol):
     on_host: bool
 
     def begin(self) -> None: ...
+    def cost(self, piece: float) -> float:
+        """Of the seconds between two marks, those that the marks themselves took on the device."""
+        ...
+
     def mark(self) -> Any: ...
     def seconds(self, marks: list[Any]) -> list[float]:
         """Between consecutive marks."""
@@ -42,6 +47,9 @@ class HostClock:
     def begin(self) -> None:
         pass
 
+    def cost(self, piece: float) -> float:
+        return 0.0
+
     def mark(self) -> float:
         return perf_counter()
 
@@ -49,14 +57,34 @@ class HostClock:
         return [b - a for a, b in pairwise(marks)]
 
 
+@dataclass(frozen=True)
+class Border:
+    """Seconds of a device. empty: from a mark to the next with nothing between. around: what two marks add to the time
+    of the work between them, against the same work without marks."""
+
+    empty: float
+    around: float
+
+    def cost(self, piece: float) -> float:
+        """A piece as short as an empty one holds nothing."""
+        return piece if piece <= 1.2 * self.empty else min(piece, self.around)
+
+
 class StreamClock:
-    """CUDA events in the current stream."""
+    """CUDA events in the current stream. pause: seconds that the device waits at first, longer than the host takes to
+    launch a step. border: what marks cost (`diptych.profile.borders`)."""
 
     on_host = False
 
+    def __init__(self, border: Border, pause: float = 0.03) -> None:
+        self.border, self.pause = border, pause
+
     def begin(self) -> None:
         torch.cuda.synchronize()
-        torch.cuda._sleep(_PAUSE)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(self.pause * _CYCLES))  # type: ignore[no-untyped-call]
+
+    def cost(self, piece: float) -> float:
+        return self.border.cost(piece)
 
     def mark(self) -> Any:
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -68,8 +96,20 @@ class StreamClock:
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
 
-def clock_of(device: torch.device) -> Clock:
-    return StreamClock() if device.type == "cuda" else HostClock()
+class GraphClock(StreamClock):
+    """Events that are nodes of a captured graph: a mark is drawn once, and every replay records it."""
+
+    def __init__(self, border: Border) -> None:
+        super().__init__(border, pause=0.002)
+
+    def mark(self) -> Any:
+        event: Any = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        torch.cuda.synchronize()  # an event that this replay has not reached yet still shows the replay before
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
 
 @dataclass
@@ -95,12 +135,23 @@ class Recorder:
     @contextmanager
     def step(self) -> Iterator[None]:
         self.clock.begin()
+        with self.drawn():
+            yield
+        self.resolve()
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """A step's borders without their times, which `resolve` reads: of a captured step after each replay."""
         self._stack, self._owners, self._called = [BETWEEN], [], []
         self._marks = [self.clock.mark()]
         yield
         self._arrive()
         self._stack = []
+
+    def resolve(self) -> dict[Operator, Timed]:
+        """The times of the borders drawn last; also kept in `steps`."""
         self.steps.append(self._resolve())
+        return self.steps[-1]
 
     def enter(self, operator: Operator, work: Work = NONE) -> None:
         """Outside of a step nothing is recorded."""
@@ -167,18 +218,23 @@ class Recorder:
             timed.calls += 1
             timed.work += work
         for operator, seconds in zip(self._owners, self.clock.seconds(self._marks), strict=True):
-            found[operator].seconds += seconds
+            own = self.clock.cost(seconds)
+            found[operator].seconds += seconds - own
+            found[RECORDING].seconds += own
         return found
 
 
 @contextmanager
 def replaced(places: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
     """Puts functions in the place of others (module or object, name, new one) while the block runs."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
     try:
         for owner, name, function in places:
             setattr(owner, name, function)
         yield
     finally:
         for owner, name, function in before:
-            setattr(owner, name, function)
+            if function is None:
+                delattr(owner, name)  # a method: kept in its object it would hold the object, weights and all
+            else:
+                setattr(owner, name, function)

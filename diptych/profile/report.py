@@ -38,6 +38,21 @@ def tables(found: dict[str, Any]) -> str:
     return "\n".join(said)
 
 
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """What one line can hold of a profile that is kept elsewhere: each figure's headline, no operators, no curves."""
+    heads = {
+        "phases": ("engine", "phase", "batch", "context", "captured", "step_ms", "operators_over_step",
+                   "profiling_cost", "shares"),
+        "generations": ("engine", "batch", "context", "new", "first_token_ms", "per_token_ms", "tokens_s", "sizes"),
+        "without_cache": ("engine", "context", "ratio"),
+    }  # fmt: skip
+    short = {key: value for key, value in found.items() if key not in (*heads, "softmax", "heads")}
+    for key, names in heads.items():
+        if rows := found.get(key):
+            short[key] = [{name: row[name] for name in names} for row in rows]
+    return short
+
+
 def _phase(phase: dict[str, Any]) -> str:
     said = [
         f"\n{phase['engine']}, {phase['phase']}, {phase['batch']} x {phase['context']}: {phase['step_ms']:.3f} ms"

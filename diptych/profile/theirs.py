@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,16 @@ class Theirs:
     def decode(self) -> None:
         self.at += 1
         self._step(self.last.unsqueeze(1), self.cache)
+
+    def repeated(self) -> Callable[[], None]:
+        kept, cache, at, tokens = list(self.cache.layers), self.cache, self.at + 1, self.last.unsqueeze(1).clone()
+
+        def again() -> None:
+            cache.layers = [copy.copy(layer) for layer in kept]  # a step puts longer tensors into a layer
+            self.at = at
+            self._step(tokens, cache)
+
+        return again
 
     def without_cache(self) -> None:
         self.tokens = torch.cat((self.tokens, self.last.unsqueeze(1)), 1)

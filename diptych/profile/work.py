@@ -46,7 +46,8 @@ def attention(
     queries read, the result written."""
     first = context - queries + 1
     reach = context if window is None else window
-    pairs = sum(min(position, reach) for position in range(first, context + 1))
+    short = max(0, min(context, reach) - first + 1)  # queries that see all before them
+    pairs = short * (2 * first + short - 1) // 2 + (queries - short) * reach
     read = min(context, reach + queries - 1)
     elements = 2 * kv_heads * dim * (read + queries) + 2 * heads * dim * queries
     return Work(4.0 * heads * dim * pairs * sequences, float(item) * elements * sequences)

@@ -15,9 +15,10 @@ import torch
 from diptych.cli import main
 from diptych.kernels.ceilings import Ceilings
 from diptych.profile import anatomy, softmax
+from diptych.profile.borders import border
 from diptych.profile.memory import MemoryCurve, tidy, used
 from diptych.profile.ours import Ours
-from diptych.profile.recorder import BETWEEN, RECORDING, Recorder
+from diptych.profile.recorder import BETWEEN, RECORDING, Border, Recorder
 from diptych.profile.theirs import Theirs
 from diptych.profile.work import Operator, Work, attention, product
 from diptych.workers.model.config import ModelConfig
@@ -46,6 +47,9 @@ def test_the_work_of_a_product_and_of_attention() -> None:
     whole = attention(10, 10, 1, heads=4, kv_heads=2, dim=8, item=4, window=None)
     assert whole.flops == 4 * 4 * 8 * 55
     assert attention(10, 10, 1, 4, 2, 8, 4, window=3).flops == 4 * 4 * 8 * (1 + 2 + 3 * 8)
+    for queries, context, window in ((1, 10, 3), (4, 10, 3), (9, 10, 3), (9, 10, 40), (3, 3, 3), (1, 1, 5)):
+        pairs = sum(min(p, window) for p in range(context - queries + 1, context + 1))
+        assert attention(queries, context, 1, 1, 1, 1, 4, window).flops == 4 * pairs
 
 
 def test_a_timeline_is_cut_at_the_borders_of_operators() -> None:
@@ -55,6 +59,9 @@ def test_a_timeline_is_cut_at_the_borders_of_operators() -> None:
 
         def begin(self) -> None:
             pass
+
+        def cost(self, piece: float) -> float:
+            return 0.0
 
         def mark(self) -> float:
             self.now += 1.0
@@ -78,6 +85,81 @@ def test_a_timeline_is_cut_at_the_borders_of_operators() -> None:
         BETWEEN.name: 2, "outer": 3, "inner": 2, RECORDING.name: 6,
     }  # fmt: skip
     assert (step[inner].calls, step[inner].work) == (2, Work(6, 8))
+
+
+class Device:
+    """A clock of a device: its marks are places on a timeline that each replay fills anew."""
+
+    on_host = False
+    times: tuple[float, ...] = ()
+
+    def __init__(self) -> None:
+        self.marks = 0
+        self.border = Border(empty=1.0, around=2.0)
+
+    def begin(self) -> None:
+        pass
+
+    def cost(self, piece: float) -> float:
+        return self.border.cost(piece)
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks - 1
+
+    def seconds(self, marks: list[int]) -> list[float]:
+        return [self.times[b] - self.times[a] for a, b in pairwise(marks)]
+
+
+def test_a_captured_step_is_drawn_once_and_timed_at_each_replay() -> None:
+    clock, one, two = Device(), Operator("one", "attention"), Operator("two", "linear")
+    recorder = Recorder(clock)
+    with recorder.drawn():
+        for operator in (one, two):
+            with recorder.inside(operator):
+                pass
+    for long in (12.0, 7.0):
+        # to one: nothing; one; between: nothing; two; to the end: more than nothing
+        clock.times = (0.0, 1.0, 1.0 + long, 2.0 + long, 12.0 + long, 16.0 + long)
+        step = recorder.resolve()
+        assert {o.name: t.seconds for o, t in step.items()} == {
+            BETWEEN.name: 2, "one": long - 2, "two": 8, RECORDING.name: 8,
+        }  # fmt: skip
+    assert len(recorder.steps) == 2
+
+
+def test_what_a_border_costs_is_measured_against_the_same_chain_without() -> None:
+    """Each link works 5 and a mark takes 1 of it; the chain that is timed is the one that ran."""
+
+    def run(chain: Any) -> list[list[float]]:
+        drawn = chain(lambda: None)
+        if len(drawn) == 2:
+            return [[5.0 * 128]]
+        assert len(drawn) == 2 * 128 + 1
+        return [[6.5, 1.0] * 128, [7.0, 1.5] * 128]
+
+    assert border(run) == Border(empty=1.0, around=1.5)
+
+
+def test_a_repeated_step_moves_nothing_on(engine: Any) -> None:
+    engine.begin(2, 20, 4)
+    engine.prefill()
+    again = engine.repeated()
+    again()
+    drawn = engine.last.tolist()
+    again()
+    assert engine.last.tolist() == drawn
+    engine.begin(2, 20, 4)
+    engine.prefill()
+    engine.decode()
+    assert engine.last.tolist() == drawn
+
+
+def test_labelling_leaves_an_engine_as_it_was(engine: Any) -> None:
+    before = set(vars(engine))
+    with engine.labelled(Recorder(Device())):
+        assert "_draw" in vars(engine)
+    assert set(vars(engine)) == before
 
 
 def test_the_operators_of_both_engines(engine: Any) -> None:
@@ -160,13 +242,16 @@ def test_the_command(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[s
     limits = ["--context", "16", "--new", "4", "--rounds", "2", "--show", "operators,latency,cache,mha"]
     assert main(["profile", str(tiny), *limits, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    line = json.loads(out.splitlines()[-1])
+    last = json.loads(out.splitlines()[-1])
+    line = json.loads((tmp_path / "profile.json").read_text())
     assert {phase["engine"] for phase in line["phases"]} == {"diptych", "transformers"}
     assert [row["kv_heads"] for row in line["heads"]] == [6, 2]
     assert line["heads"][0]["cache_bytes"] == 3 * line["heads"][1]["cache_bytes"]
-    assert {"commit", "torch", "machine"} <= set(line)
+    assert {"commit", "torch", "machine"} <= set(line) & set(last)
     assert "Shares of a step" in out
-    assert line == json.loads((tmp_path / "profile.json").read_text())
+    assert last["result"] == str(tmp_path / "profile.json")
+    assert [phase["step_ms"] for phase in last["phases"]] == [phase["step_ms"] for phase in line["phases"]]
+    assert len(json.dumps(last)) < len(json.dumps(line)) / 2
 
 
 def test_an_interruption_keeps_what_was_measured(
@@ -181,6 +266,20 @@ def test_an_interruption_keeps_what_was_measured(
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["interrupted"]
     assert line["phases"][0]["operators"][0]["wall"] is not None
+
+
+def test_a_failure_keeps_what_was_measured(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Theirs, "prefill", failing)
+    limits = ["--context", "8", "--new", "2", "--rounds", "2", "--show", "operators"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        main(["profile", str(tiny), *limits, "--out", str(tmp_path / "kept.json")])
+    found = json.loads((tmp_path / "kept.json").read_text())
+    assert found["failed"] == "RuntimeError: out of memory"
+    assert [phase["engine"] for phase in found["phases"]] == ["diptych", "diptych"]
+    assert "floor_ms" in found["phases"][0]["operators"][0]
 
 
 def test_shapes_without_weights(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
