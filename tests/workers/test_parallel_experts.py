@@ -37,7 +37,7 @@ def _mix(group: Group, kind: str, counts: list[int], table: ExpertTable) -> list
     held = list(table.held(group.rank))
     found = []
     for count in counts:
-        experts = SpreadExperts(router, gate_up[held], down[held], TOP_K, True, table, group)
+        experts = SpreadExperts(router, gate_up[held], down[held], TOP_K, True, table, group, group)
         group.traffic.bytes = 0
         y = experts(_tokens(count))
         found.append((y, experts.computed, experts.load.tolist(), group.traffic.bytes))

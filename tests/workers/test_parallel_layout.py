@@ -6,7 +6,7 @@ import pytest
 
 from diptych.contract.errors import ConfigInvalid
 from diptych.workers.cache import KVLayout
-from diptych.workers.parallel.layout import ExpertTable, ModelSizes, kv_share, padded_share, refuse_bad_layout
+from diptych.workers.parallel.layout import ExpertTable, Grid, ModelSizes, kv_share, padded_share, refuse_bad_layout
 from diptych.workers.transfer.plan import plan, routes, token_bytes
 
 SIZES = [
@@ -71,26 +71,28 @@ def test_an_expert_table_holds_each_expert_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ranks", "spread", "numbers"),
+    ("sizes", "grid", "spread", "numbers"),
     [
-        (ModelSizes(9, 3, 1536), 2, False, ("2", "9")),
-        (ModelSizes(12, 3, 96), 2, False, ("2", "3 KV heads")),
-        (ModelSizes(8, 2, 81), 2, False, ("2", "81")),
-        (ModelSizes(8, 8, 96, 4, 97), 2, False, ("2", "97")),
-        (ModelSizes(8, 8, 96, 4, 97), 8, True, ("8", "4 experts")),
-        (ModelSizes(8, 8, 96), 2, True, ("none",)),
+        (ModelSizes(9, 3, 1536), Grid(1, 2), False, ("2", "9")),
+        (ModelSizes(12, 3, 96), Grid(1, 2), False, ("2", "3 KV heads")),
+        (ModelSizes(8, 2, 81), Grid(1, 2), False, ("2", "81")),
+        (ModelSizes(8, 8, 96, 4, 97), Grid(1, 2), False, ("2", "97")),
+        (ModelSizes(8, 8, 96, 4, 97), Grid(1, 8), True, ("8", "4 experts")),
+        (ModelSizes(8, 8, 96, 4, 97), Grid(4, 2), True, ("4 experts", "4 × 2 = 8 ranks")),
+        (ModelSizes(9, 3, 1536), Grid(2, 2), False, ("Each data rank of", "2 ranks", "9")),
+        (ModelSizes(8, 8, 96), Grid(1, 2), True, ("none",)),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused(
-    sizes: ModelSizes, ranks: int, spread: bool, numbers: tuple[str, ...]
+    sizes: ModelSizes, grid: Grid, spread: bool, numbers: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigInvalid) as refused:
-        refuse_bad_layout(sizes, ranks, spread, "decode-0")
+        refuse_bad_layout(sizes, grid, spread, "decode-0")
     for number in ("decode-0", *numbers):
         assert number in str(refused.value)
 
 
 def test_layouts_that_divide() -> None:
     for ranks in (1, 3, 9):
-        refuse_bad_layout(ModelSizes(9, 3, 1539), ranks, False)
-    refuse_bad_layout(ModelSizes(8, 2, 96, 6, 97), 4, True)
+        refuse_bad_layout(ModelSizes(9, 3, 1539), Grid(1, ranks), False)
+    refuse_bad_layout(ModelSizes(8, 2, 96, 6, 97), Grid(1, 4), True)

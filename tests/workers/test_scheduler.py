@@ -11,7 +11,7 @@ SIZE = 4
 
 
 def make(blocks: int, max_batch: int = 8, budget: int = 64, revocable: bool = True) -> Scheduler:
-    return Scheduler(BlockPool(blocks, SIZE), max_batch, budget, lambda seq: revocable)
+    return Scheduler([BlockPool(blocks, SIZE)], max_batch, budget, lambda seq: revocable)
 
 
 def sequence(name: str, prompt: int, tokens: int, base: int = 0) -> Sequence:
@@ -32,7 +32,7 @@ def commit(scheduler: Scheduler, step: Step) -> None:
 
 def finish(scheduler: Scheduler, seq: Sequence) -> None:
     scheduler.remove(seq)
-    scheduler.pool.release(seq.blocks)
+    scheduler.lane(seq).pool.release(seq.blocks)
     seq.blocks = []
 
 
@@ -83,7 +83,7 @@ def test_the_youngest_reservation_goes_before_a_running_sequence() -> None:
     assert revoked[0] is granted[-1], "the youngest"
     assert revoked[0].state in (State.WAITING, State.RUNNING), "it is prefilled here, as soon as there is room"
     assert running.state is State.RUNNING
-    scheduler.pool.check_integrity([seq.blocks for seq in (running, first, second)])
+    scheduler.lanes[0].pool.check_integrity([seq.blocks for seq in (running, first, second)])
 
 
 def test_a_victim_with_a_step_in_flight_does_not_start_again_in_the_same_turn() -> None:
@@ -100,7 +100,7 @@ def test_a_victim_with_a_step_in_flight_does_not_start_again_in_the_same_turn() 
     assert first is not None
     assert young in [row.seq for row in first.rows]
     assert young.in_flight == 1
-    scheduler._make_room(preempted := [], [])
+    scheduler._make_room(scheduler.lanes[0], preempted := [], [])
     assert preempted == [young]
     second = scheduler.schedule()
     assert second is None or young not in [row.seq for row in second.rows]
@@ -113,7 +113,7 @@ def test_a_whole_prompt_in_the_cache_is_computed_in_a_block_of_its_own() -> None
     first = sequence("first", 8, 4)
     scheduler.reserve(first)
     list(scheduler.grants())
-    first.publish(scheduler.pool.publish, 8)
+    first.publish(scheduler.lanes[0].pool.publish, 8)
     shared = list(first.blocks[:2])
     second = sequence("second", 8, 4)
     scheduler.reserve(second)
@@ -126,7 +126,7 @@ def test_a_whole_prompt_in_the_cache_is_computed_in_a_block_of_its_own() -> None
     step = scheduler.schedule()
     assert step is not None
     assert [(row.start, row.count, row.sample) for row in step.rows if row.seq is second] == [(4, 4, True)]
-    scheduler.pool.check_integrity([first.blocks, second.blocks])
+    scheduler.lanes[0].pool.check_integrity([first.blocks, second.blocks])
 
 
 def test_a_small_one_passes_a_large_one_a_bounded_number_of_times() -> None:
@@ -141,9 +141,7 @@ def test_a_small_one_passes_a_large_one_a_bounded_number_of_times() -> None:
         scheduler.reserve(small)
         for seq in list(scheduler.grants()):
             passed += 1
-            scheduler.reserved.remove(seq)
             finish(scheduler, seq)
     assert passed == 4
-    scheduler.reserved.remove(blocker)
     finish(scheduler, blocker)
     assert next(iter(scheduler.grants())) is large
