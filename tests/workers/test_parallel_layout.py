@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from diptych.contract.errors import ConfigInvalid
-from diptych.workers.cache import KVLayout
+from diptych.contract.errors import ConfigInvalid, TransferCorrupt
+from diptych.contract.request import Key
+from diptych.workers.cache import KVCache, KVLayout
 from diptych.workers.parallel.layout import ExpertTable, Grid, ModelSizes, kv_share, padded_share, refuse_bad_layout
-from diptych.workers.transfer.plan import plan, routes, token_bytes
+from diptych.workers.transfer.landing import Landing
+from diptych.workers.transfer.plan import links, links_between, plan, routes, token_bytes
 
 SIZES = [
     (8, 1, 1),
@@ -45,6 +48,38 @@ def test_every_rank_gets_each_of_its_heads_once_from_a_rank_that_holds_it(
 
 def test_ranks_that_hold_the_same_head_share_the_sending() -> None:
     assert [(route.source, route.target) for route in routes(2, 4, 4)] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+
+def test_every_data_rank_is_linked_with_every_one_of_the_other_side() -> None:
+    """Whichever two a sequence is at, each rank of decode's gets all of its heads from ranks of prefill's alone."""
+    for sources, targets in [(Grid(2, 1), Grid(1, 1)), (Grid(1, 2), Grid(3, 1)), (Grid(2, 2), Grid(2, 4))]:
+        found = list(links(8, sources, targets))
+        assert len(set(found)) == len(found)
+        parts = [
+            list(links_between(8, sources, targets, source, target))
+            for source in range(sources.data)
+            for target in range(targets.data)
+        ]
+        assert [pair for part in parts for pair in part] == found
+        right = [(route.source, route.target) for route in routes(8, sources.tensor, targets.tensor)]
+        for part in parts:
+            (source, _), (target, _) = sources.place(part[0][0]), targets.place(part[0][1])
+            assert [(sources.place(a), targets.place(b)) for a, b in part] == [
+                ((source, a), (target, b)) for a, b in right
+            ]
+
+
+def test_a_landing_takes_from_one_data_rank_only() -> None:
+    cache = KVCache(1, 4, 4, 2, 8)
+    own = [route for route in routes(2, 2, 1) if route.target == 0]
+    landing = Landing(cache, Key("r"), "prefill", own, [1, 2], 0, 6)
+    slab = torch.ones(1, 2, 3, 1, 8)
+    assert landing.write(slab, (1, 0), 0, 3, (0, 1))
+    assert landing.write(slab, (1, 1), 0, 3, (0, 1))
+    with pytest.raises(TransferCorrupt, match="data rank 0 where the first came from 1"):
+        landing.write(slab, (0, 0), 3, 3, (0, 1))
+    assert cache.k[0][1, :3].eq(1).all()
+    assert cache.k[0][1, 3].eq(0).all()
 
 
 def test_pieces_of_some_heads_fill_messages() -> None:
