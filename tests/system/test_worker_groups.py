@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diptych.cluster.traces import read_spans
+from diptych.contract import telemetry as names
 from diptych.contract.errors import DiptychError
 from diptych.router.client import Client
 from diptych.workers.model.config import ModelConfig
@@ -141,6 +144,37 @@ async def test_sampling_penalties_and_logprobs_are_alike_at_every_rank(
                 found.append(ids(await client.generate(request, timeout=LIMIT)))
                 await until_idle(client)
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+async def test_data_ranks_short_of_blocks(dense: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    """Reservations are revoked, sequences preempted and requests cancelled while KV goes from each data rank of prefill
+    to each of decode: what is finished is right, and the books of every pool agree."""
+    folder, _ = dense
+    draw = random.Random(5)
+    prompts = [prompt_of(draw.choice((5, 40, 64, 100, 150)), 50 + n) for n in range(10)]
+    config = ModelConfig.from_folder(folder)
+    right = Driver(Decoder(config, load(folder, config, torch.float32))).greedy(prompts, 40)
+    arguments = small(prefill__cache_blocks=24, decode__cache_blocks=16, **_sizes(Grid(2, 1), Grid(2, 1)))
+    with running(folder, tmp_path, *arguments) as service:
+        async with Client(service.address) as client:
+            before = sorted(worker.id for worker in (await client.server_info()).workers)
+
+            async def one(index: int) -> None:
+                request = asks(list(prompts[index]), max_tokens=40, ignore_eos=True)
+                asking = asyncio.create_task(client.generate(request, timeout=LIMIT))
+                if draw.random() < 0.4:
+                    await asyncio.sleep(draw.random() * 0.5)
+                    asking.cancel()
+                    await asyncio.wait([asking])
+                else:
+                    assert ids(await asking) == right[index]
+
+            for _ in range(3):
+                await asyncio.gather(*(one(draw.randrange(len(prompts))) for _ in range(24)))
+                await until_idle(client)
+            assert sorted(worker.id for worker in (await client.server_info()).workers) == before, "a group ended"
+        assert any(span.name == names.DECODE_PREEMPTED for span in read_spans(service.trace))
 
 
 @pytest.mark.slow
