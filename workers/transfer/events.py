@@ -112,7 +112,7 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """At decode: the first KV of a request has come to this rank."""
+    """At decode, of data ranks other than the first: the first KV of a request has come to this rank."""
 
     key: Key
     target: int

@@ -164,6 +164,7 @@ class ReceiveLink(Thread):
         self.control.limit = owner.limits.progress
         self.sender, self.source, self._sources = hello.sender, hello.source, hello.sources
         self._place = hello.sources.place(hello.source)
+        self._far = owner.grid.place(owner.rank)[0] > 0  # the group's first rank has no landing of its own to look at
 
     def _route_of(self, hello: LinkHello) -> Route:
         owner = self.receiver
@@ -239,7 +240,7 @@ class ReceiveLink(Thread):
         def unpack(raw: torch.Tensor) -> bool:
             slab = raw.view(layout.torch_dtype).view(shape)
             begun, written = landing.begun, landing.write(slab, self._place, piece.first, piece.count, wire)
-            if written and not begun:
+            if written and not begun and self._far:
                 self.receiver.post(Begun(piece.key, self.receiver.rank))
             return written
 
