@@ -1,9 +1,10 @@
 """What it costs that other ranks follow: from the first rank's order until every rank has answered, without compute.
 
-The real orders, lines and collectives; the runner in the middle only answers, with a sum over one number. Prints a
-table for people, then one JSON line.
+The real orders, lines and collectives; the runner in the middle only answers, with a sum over one number. With --data
+the ranks are data ranks, which divide the rows and answer with what they drew. Prints a table for people, then one JSON
+line.
 
-    python benchmarks/following.py [--ranks 2] [--rows 1 8 64]
+    python benchmarks/following.py [--ranks 2] [--data] [--rows 1 8 64]
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from diptych.contract.request import Key, Request, Sampling, Stopping
 from diptych.workers.parallel.follow import Follower
 from diptych.workers.parallel.group import Group, join
+from diptych.workers.parallel.layout import Grid
 from diptych.workers.parallel.lead import Followers, LeadingRunner
 from diptych.workers.parallel.orders import Line
 from diptych.workers.runner import Drawn, Launch
@@ -48,15 +50,15 @@ class Answering:
         return Launch(step, [Drawn(7, None) for _ in step.rows], {}, 0, 0)
 
 
-def follow(sock: socket.socket, address: tuple[str, int], rank: int, size: int) -> None:
+def follow(sock: socket.socket, address: tuple[str, int], rank: int, size: int, answers: bool) -> None:
     torch.set_num_threads(1)
     group = join("gloo", connect_store(address, 30.0), "g", rank, size, "127.0.0.1", "cpu", 30.0)
     runner: Any = Answering(group)
     none: Any = None
-    Follower(runner, Line(sock), none).run()
+    Follower(runner, Line(sock), none, answers).run()
 
 
-def measure(size: int, rows: int, steps: int) -> list[float]:
+def measure(size: int, data: bool, rows: int, steps: int) -> list[float]:
     """Microseconds of each step of `rows` sequences."""
     store, address = host_store("127.0.0.1", 30.0)
     context = multiprocessing.get_context("forkserver")
@@ -64,7 +66,7 @@ def measure(size: int, rows: int, steps: int) -> list[float]:
     lines, members = [], []
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
-        member = context.Process(target=follow, args=(theirs, address, rank, size), daemon=True)
+        member = context.Process(target=follow, args=(theirs, address, rank, size, data), daemon=True)
         member.start()
         theirs.close()
         lines.append(Line(ours))
@@ -72,19 +74,23 @@ def measure(size: int, rows: int, steps: int) -> list[float]:
     torch.set_num_threads(1)
     group = join("gloo", store, "g", 0, size, "127.0.0.1", "cpu", 30.0)
     inner: Any = Answering(group)
-    runner = LeadingRunner(inner, Followers(lines))
-    found = _steps(runner, rows, steps)
+    followers = Followers(lines, Grid(size, 1) if data else Grid(1, size))
+    for rank in range(1, size):
+        followers.listen(rank, lambda event: None)
+    found = _steps(LeadingRunner(inner, followers), rows, steps, size if data else 1)
     for line in lines:
-        line.sock.close()
+        line.sock.shutdown(socket.SHUT_RDWR)
     for member in members:
         member.join(10.0)
     return found
 
 
-def _steps(runner: LeadingRunner, rows: int, steps: int) -> list[float]:
+def _steps(runner: LeadingRunner, rows: int, steps: int, data_ranks: int) -> list[float]:
     prompt = tuple(range(1000))
     made = [Request(Key(str(n)), prompt, Stopping(steps), Sampling(temperature=0.0)) for n in range(rows)]
     running = [Sequence(request, "s", BLOCK, hashed=False) for request in made]
+    for index, seq in enumerate(running):
+        seq.data_rank = index * data_ranks // rows
     found = []
     for number in range(steps):
         at = len(prompt) + number
@@ -103,19 +109,20 @@ def _steps(runner: LeadingRunner, rows: int, steps: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--data", action="store_true", help="data ranks, in place of ranks that share one")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--steps", type=int, default=2000)
     asked = parser.parse_args()
     results = {}
-    print(f"{asked.ranks} ranks, µs a step: message, wait, answer")
+    print(f"{asked.ranks} {'data ' if asked.data else ''}ranks, µs a step: message, wait, answer")
     for rows in asked.rows:
-        found = sorted(measure(asked.ranks, rows, asked.steps))
+        found = sorted(measure(asked.ranks, asked.data, rows, asked.steps))
         p50, p99 = statistics.median(found), found[int(len(found) * 0.99)]
         print(f"  {rows:3d} rows   p50 {p50:7.1f}   p99 {p99:7.1f}")
         results[rows] = {"p50_us": round(p50, 1), "p99_us": round(p99, 1)}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     facts = {"commit": commit, "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-    print(json.dumps({"benchmark": "following", "ranks": asked.ranks, "rows": results, **facts}))
+    print(json.dumps({"benchmark": "following", "ranks": asked.ranks, "data": asked.data, "rows": results, **facts}))
 
 
 if __name__ == "__main__":

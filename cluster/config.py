@@ -70,6 +70,7 @@ class GroupConfig(_Section):
     gpus: Annotated[float, Field(ge=0)] = 0.0
     threads: Positive = 2
     tensor: Positive = 1
+    data: Positive = 1
     spread_experts: bool = False
     cache_blocks: NotNegative = 0
     cache_bytes: NotNegative = 0
@@ -83,7 +84,7 @@ class GroupConfig(_Section):
 
     def resources(self) -> dict[str, float]:
         """What Ray's placement group asks for, one bundle a group."""
-        gpus = self.gpus or (float(self.tensor) if self.device.startswith("cuda") else 0.0)
+        gpus = self.gpus or (float(self.data * self.tensor) if self.device.startswith("cuda") else 0.0)
         return {"CPU": self.cpus} | ({"GPU": gpus} if gpus else {})
 
 

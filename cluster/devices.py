@@ -14,8 +14,10 @@ from pathlib import Path
 import msgspec
 
 from diptych.cluster.config import Group
+from diptych.contract.errors import ConfigInvalid
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"  # "1": ranks may share a GPU
 ASK_LIMIT = 10.0  # seconds for the driver to list its GPUs
 
 
@@ -36,7 +38,11 @@ def spread(groups: Sequence[Group], gpus: int | None = None) -> list[Group]:
     found, turn, placed = count() if gpus is None else gpus, 0, []
     for group in groups:
         if group.settings.device == "cuda" and found:
-            width = group.settings.tensor
+            width = group.settings.grid.ranks
+            if width > found and os.environ.get(SHARED) != "1":
+                raise ConfigInvalid(
+                    f"{group.name} of {group.settings.grid.text} needs {width} GPUs, and this machine has {found}."
+                )
             turn = turn if turn + width <= found else 0  # its GPUs stand side by side
             placed.append(_on(group, f"cuda:{turn}"))
             turn += width

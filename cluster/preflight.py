@@ -65,7 +65,7 @@ def check_layout(folder: Path, groups: Iterable[WorkerSettings]) -> None:
     )
     for group in groups:
         if group.tensor > 1 or group.spread_experts:
-            refuse_bad_layout(sizes, group.tensor, group.spread_experts, group.name)
+            refuse_bad_layout(sizes, group.grid, group.spread_experts, group.name)
 
 
 def _cached(name: str) -> Path:

@@ -140,7 +140,7 @@ class Choice:
         if granted.local:
             self._release(self.prefill, "decode prefills it itself")
         else:
-            self.prefill.session.send(Start(self.key, granted.held))
+            self.prefill.session.send(Start(self.key, granted.held, granted.data_rank))
 
     def on_tokens(self, part: Part, out: TokenOut, drawn: int) -> None:
         """Positions may come from two workers and cross; a position that was seen already is dropped."""

@@ -197,6 +197,7 @@ class Desk:
 
 def _view(session: Session) -> View:
     info, load = session.worker, session.load
+    busy = max(load.running + load.waiting + load.reserved + session.unreported, session.outstanding)
     return View(
         id=info.id,
         role=info.role,
@@ -205,7 +206,7 @@ def _view(session: Session) -> View:
         total_blocks=info.total_blocks,
         free_blocks=load.free_blocks,
         max_context=info.max_context,
-        busy=max(load.running + load.waiting + load.reserved + session.unreported, session.outstanding),
+        busy=-(-busy // info.data),
         links=frozenset(load.links),
         prefixes=session.prefixes,
         draining=load.draining,

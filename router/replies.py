@@ -139,7 +139,12 @@ def _worker(desk: Desk, worker_id: str) -> pb.Worker:
     session = desk.sessions.find(worker_id)
     if session is None:
         info = next(info for info in desk.sessions.table.workers if info.id == worker_id)
-        return pb.Worker(id=info.id, role=info.role, total_blocks=info.total_blocks, pids=[info.pid, *info.engine_pids])
+        return pb.Worker(
+            id=info.id,
+            role=info.role,
+            total_blocks=info.total_blocks * info.data,
+            pids=[info.pid, *info.engine_pids],
+        )
     info, load = session.worker, session.load
     return pb.Worker(
         id=info.id,
@@ -150,7 +155,7 @@ def _worker(desk: Desk, worker_id: str) -> pb.Worker:
         waiting=load.waiting,
         reserved=load.reserved,
         free_blocks=load.free_blocks,
-        total_blocks=load.total_blocks or info.total_blocks,
+        total_blocks=load.total_blocks or info.total_blocks * info.data,
         links=load.links,
         pids=[info.pid, *info.engine_pids],
         generated_total=load.generated_total,

@@ -18,7 +18,8 @@ STRETCH = 1.25
 
 
 class View(msgspec.Struct, frozen=True):
-    """One worker, as last heard. busy: requests that run or wait there, as far as we know. prefixes: digests that it
+    """One worker, as last heard. busy: requests that run or wait there, as far as we know, for each of its data
+    ranks. total_blocks: of one of those; free_blocks: of all. prefixes: digests that it
     says to hold (a hint)."""
 
     id: str

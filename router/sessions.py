@@ -152,7 +152,8 @@ class Session:
         self.prefixes |= dict.fromkeys(load.gained)
         for digest in load.lost:  # in both: gained and lost again, most likely; a miss costs less than a false hope
             self.prefixes.pop(digest, None)
-        while len(self.prefixes) > 2 * max(self.worker.total_blocks, 1):  # a hint, so the oldest may go
+        most = 2 * max(self.worker.total_blocks * self.worker.data, 1)
+        while len(self.prefixes) > most:  # a hint, so the oldest may go
             del self.prefixes[next(iter(self.prefixes))]
         if changed:
             listener.on_change()

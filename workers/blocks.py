@@ -15,6 +15,18 @@ from collections.abc import Iterable, Sequence
 FREE, CACHED, HELD = 0, 1, 2
 
 
+def changes(pools: Sequence[BlockPool]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """Digests (gained, lost) by any of the pools since the last call, netted out: none stands in both, and none is lost
+    that one of them still holds."""
+    touched = dict.fromkeys(digest for pool in pools for digest in pool.gained + pool.lost)
+    for pool in pools:
+        pool.gained.clear()
+        pool.lost.clear()
+    gained = tuple(digest for digest in touched if any(pool.holds(digest) for pool in pools))
+    kept = set(gained)
+    return gained, tuple(digest for digest in touched if digest not in kept)
+
+
 class BlockPool:
     """Fixed-size blocks with reference counts and a prefix cache.
 
@@ -154,11 +166,11 @@ class BlockPool:
 
     def changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Digests (gained, lost) since the last call, netted out: none stands in both."""
-        touched = dict.fromkeys(self.gained + self.lost)
-        self.gained.clear()
-        self.lost.clear()
-        gained = tuple(digest for digest in touched if digest in self._by_digest)
-        return gained, tuple(digest for digest in touched if digest not in self._by_digest)
+        return changes([self])
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether `match` would find it."""
+        return digest in self._by_digest
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError unless the counts equal those of the holders' block tables, given as all there are."""

@@ -157,6 +157,9 @@ class DeviceRunner(Runner):
     def launch(self, step: Step) -> Launched:
         started = monotonic_ns()
         rows = step.rows
+        if not rows:
+            self._order = {}
+            return self._idle(step, started)
         picked = [row for row in rows if row.sample]
         decode_only = all(row.count == 1 and row.sample for row in rows)
         graph = next((graph for graph in self._graphs if graph.size >= len(rows)), None) if decode_only else None

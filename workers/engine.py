@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence as Seq
 from time import monotonic_ns
 
 import msgspec
@@ -33,7 +34,7 @@ from diptych.contract.wire import (
     to_worker,
 )
 from diptych.contract.wire import Step as StepMessage
-from diptych.workers.blocks import BlockPool
+from diptych.workers.blocks import BlockPool, changes
 from diptych.workers.channel import Deliver, Drain, Emit, EngineChannel, Peers, Report, SessionGone, ToEngine
 from diptych.workers.handover import Handover
 from diptych.workers.parallel.lead import LeadingRunner
@@ -56,13 +57,14 @@ class Engine:
         self,
         settings: WorkerSettings,
         runner: Runner | LeadingRunner,
-        pool: BlockPool,
+        pools: Seq[BlockPool],
         channel: EngineChannel,
         handover: Handover,
     ) -> None:
+        """pools: one a data rank."""
         self.settings, self.limits = settings, settings.limits
-        self.runner, self.pool, self.channel, self.handover = runner, pool, channel, handover
-        self.scheduler = Scheduler(pool, settings.max_batch, settings.token_budget, handover.revoke)
+        self.runner, self.pools, self.channel, self.handover = runner, tuple(pools), channel, handover
+        self.scheduler = Scheduler(pools, settings.max_batch, settings.token_budget, handover.revoke)
         self.sequences: dict[Key, Sequence] = {}
         self.lingering: list[Sequence] = []  # ended, but a launched step still uses their blocks
         self.tombstones: OrderedDict[Key, int] = OrderedDict()
@@ -187,7 +189,7 @@ class Engine:
             raise Cancelled("It was cancelled before it came.")
         if self.draining:
             raise CapacityExceeded("This worker is draining and takes nothing new.")
-        if len(self.sequences) >= self.settings.max_waiting + self.settings.max_batch:
+        if len(self.sequences) >= self.settings.max_waiting + self.settings.max_batch * len(self.pools):
             raise CapacityExceeded(f"This worker holds {len(self.sequences)} requests already; try again later.")
         seq = self._sequence(request, session)
         if isinstance(asked, Prefill):
@@ -204,14 +206,18 @@ class Engine:
             self.scheduler.enqueue(seq)
 
     def _sequence(self, request: Request, session: str) -> Sequence:
-        return Sequence(request, session, self.pool.block_size, hashed=self.pool.prefix_cache)
+        return Sequence(request, session, self.pools[0].block_size, hashed=self.pools[0].prefix_cache)
+
+    def _pool(self, seq: Sequence) -> BlockPool:
+        return self.pools[seq.data_rank]
 
     def _refuse_what_never_fits(self, tokens: int, seq: Sequence) -> None:
-        capacity = self.pool.num_blocks * self.pool.block_size
+        capacity = self.pools[0].num_blocks * self.pools[0].block_size
         if tokens > capacity:
+            whose = "this worker's whole KV cache" if len(self.pools) == 1 else "the KV cache of each data rank"
             raise CapacityExceeded(
                 f"This request needs room for {tokens} tokens ({seq.prompt_len} of prompt, max_tokens"
-                f" {seq.request.stopping.max_tokens}) and this worker's whole KV cache holds {capacity}."
+                f" {seq.request.stopping.max_tokens}) and {whose} holds {capacity}."
             )
 
     def _start(self, asked: Start) -> None:
@@ -219,6 +225,7 @@ class Engine:
         if seq is None or seq.state is not State.GRANT_WAIT:
             return
         seq.held = seq.sent = asked.held
+        seq.decode_rank = asked.data_rank
         seq.close(telemetry.PREFILL_GRANT_WAIT, monotonic_ns(), **{telemetry.CAUSE: "grant"})
         self.scheduler.enqueue(seq)
 
@@ -240,7 +247,7 @@ class Engine:
             self.scheduler.localise(seq)
         else:
             self.handover.expect(seq)
-        self._emit(seq.session, Granted(seq.key, seq.held, local))
+        self._emit(seq.session, Granted(seq.key, seq.held, local, seq.data_rank))
 
     def _announce_revoked(self, step: Step) -> None:
         """A revoked reservation is prefilled here once there is room: its router then needs no prefill worker."""
@@ -261,7 +268,7 @@ class Engine:
         seq.computed = seq.prompt_len
         seq.target = seq.prompt_len
         seq.tokens.append(first_token)
-        seq.publish(self.pool.publish, seq.prompt_len)
+        seq.publish(self._pool(seq).publish, seq.prompt_len)
         seq.close(telemetry.HANDOVER, monotonic_ns())
         self.scheduler.admit(seq)
 
@@ -311,7 +318,7 @@ class Engine:
             self._note_stage(seq, row.count > 1 or row.start + row.count <= seq.target, row.count, launch)
             seq.prompt_logprobs += launch.prompt.get(index, ())
             if seq.blocks:
-                seq.publish(self.pool.publish, row.start + row.count)
+                seq.publish(self._pool(seq).publish, row.start + row.count)
             if token is not None:
                 self._draw(seq, token.token, (token.logprob,) if token.logprob is not None else ())
             elif seq.decode is not None and seq.request.stopping.max_tokens > 1:
@@ -391,7 +398,7 @@ class Engine:
     def _settle_blocks(self, seq: Sequence) -> None:
         if seq.state is State.ENDED and seq.in_flight == 0 and seq in self.lingering:
             self.lingering.remove(seq)
-            self.pool.release(seq.blocks)
+            self._pool(seq).release(seq.blocks)
             seq.blocks = []
 
     def _sweep(self, now: int) -> None:
@@ -424,17 +431,17 @@ class Engine:
         if not self._busy and self.settings.check_integrity:
             self.check_integrity()
         self._reported, self._report_due = now, False
-        gained, lost = self.pool.changes()
+        gained, lost = changes(self.pools)
         scheduler = self.scheduler
         waiting = sum(seq.state is State.GRANT_WAIT for seq in self.sequences.values())
         load = Load(
             clock=(0, 0),
-            running=len(scheduler.running) + sum(seq.state is State.SENDING for seq in self.sequences.values()),
+            running=scheduler.running + sum(seq.state is State.SENDING for seq in self.sequences.values()),
             waiting=len(scheduler.waiting) + len(scheduler.block_wait) + waiting,
-            reserved=len(scheduler.reserved),
-            free_blocks=self.pool.available,
-            total_blocks=self.pool.num_blocks,
-            cached_blocks=self.pool.cached,
+            reserved=scheduler.reserved,
+            free_blocks=sum(pool.available for pool in self.pools),
+            total_blocks=sum(pool.num_blocks for pool in self.pools),
+            cached_blocks=sum(pool.cached for pool in self.pools),
             step_ms=self.step_ns / 1e6,
             generated_total=self.generated_total,
             links=self.handover.links(),
@@ -446,6 +453,8 @@ class Engine:
         self.channel.send(Report(load))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the pool's books agree with every holder there is."""
-        holders = [seq.blocks for seq in (*self.sequences.values(), *self.lingering)]
-        self.pool.check_integrity([*holders, *self.handover.holds.values()])
+        """Raises AssertionError unless the pools' books agree with every holder there is."""
+        for data_rank, pool in enumerate(self.pools):
+            held = (*self.sequences.values(), *self.lingering)
+            holders = [seq.blocks for seq in held if seq.data_rank == data_rank]
+            pool.check_integrity([*holders, *self.handover.held(data_rank)])

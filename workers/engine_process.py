@@ -125,25 +125,26 @@ class Rank:
 
 def build(launch: Launch, channel: EngineChannel, lines: Sequence[Line] = ()) -> tuple[Engine, Up]:
     """The first rank: everything an engine is made of, from the model's folder to the listener."""
-    group, followers = None, Followers(lines)
+    settings, groups = launch.settings, Groups()
+    followers = Followers(lines, settings.grid, settings.limits.step)
     if lines:
-        store, address = host_store(launch.settings.host, launch.settings.limits.group_start)
+        store, address = host_store(settings.host, settings.limits.group_start)
         followers.order(Join(*address))
-        group = _join(launch, store)
-    rank = build_rank(launch, channel, group)
-    pool = BlockPool(rank.blocks, rank.settings.block_size, rank.settings.prefix_cache)
+        groups = _join(launch, store)
+    rank = build_rank(launch, channel, groups)
+    pools = [BlockPool(rank.blocks, settings.block_size, settings.prefix_cache) for _ in range(settings.data)]
     handover = Handover(
         rank.settings,
         rank.config.kv_heads,
-        pool,
+        pools,
         followers,
         channel.wake,
         lambda report: rank.links(launch, report),
     )
-    for line in lines:
-        followers.listen(line, handover.post)
+    for number in range(1, settings.grid.ranks):
+        followers.listen(number, handover.post)
     runner = LeadingRunner(rank.runner, followers) if lines else rank.runner
-    engine = Engine(rank.settings, runner, pool, channel, handover)
+    engine = Engine(rank.settings, runner, pools, channel, handover)
     return engine, rank.up(handover.address, handover.transport)
 
 
@@ -155,17 +156,34 @@ def build_follower(launch: Launch, channel: EngineChannel, line: Line) -> tuple[
     store = connect_store((first.store_host, first.store_port), launch.settings.limits.group_start)
     rank = build_rank(launch, channel, _join(launch, store))
     links = rank.links(launch, line.report)
-    return Follower(rank.runner, line, links), rank.up(links.address, links.transport)
+    data_rank, place = launch.settings.grid.place(launch.rank)
+    follower = Follower(rank.runner, line, links, answers=data_rank > 0 and place == 0)
+    return follower, rank.up(links.address, links.transport)
 
 
-def _join(launch: Launch, store: TCPStore) -> Group:
-    settings = launch.settings
+@dataclass(frozen=True)
+class Groups:
+    """A rank's collectives. sharing: with the ranks that share its data rank, None where it is the only one; everyone:
+    with all. The same one where there is one data rank."""
+
+    sharing: Group | None = None
+    everyone: Group | None = None
+
+
+def _join(launch: Launch, store: TCPStore) -> Groups:
+    settings, grid = launch.settings, launch.settings.grid
     device = _device(settings, launch.rank)
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)
     transport = transport_for(device, settings.transport)
     limit = settings.limits.group_start
-    return join(transport, store, launch.epoch, launch.rank, settings.tensor, settings.host, device, limit)
+    everyone = join(transport, store, launch.epoch, launch.rank, grid.ranks, settings.host, device, limit)
+    if grid.data == 1 or grid.tensor == 1:
+        return Groups(everyone if grid.data == 1 else None, everyone)
+    data_rank, place = grid.place(launch.rank)
+    name = f"{launch.epoch}/{data_rank}"
+    sharing = join(transport, store, name, place, grid.tensor, settings.host, device, limit)
+    return Groups(sharing, everyone)
 
 
 def _device(settings: WorkerSettings, rank: int) -> str:
@@ -177,11 +195,11 @@ def _device(settings: WorkerSettings, rank: int) -> str:
     if index >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         index = device.index or 0  # ranks that share a GPU, for tests on a host that has one
     if index >= count:
-        raise ConfigInvalid(f"Rank {rank} of {settings.tensor} needs GPU {index}, and this host has {count}.")
+        raise ConfigInvalid(f"Rank {rank} of {settings.grid.text} needs GPU {index}, and this host has {count}.")
     return f"cuda:{index}"
 
 
-def build_rank(launch: Launch, channel: EngineChannel, group: Group | None) -> Rank:
+def build_rank(launch: Launch, channel: EngineChannel, groups: Groups) -> Rank:
     """Loads what this rank holds, and gives its cache as many blocks as every rank has room for."""
     settings = msgspec.structs.replace(launch.settings, device=_device(launch.settings, launch.rank))
     config = ModelConfig.from_folder(settings.model)
@@ -199,11 +217,11 @@ def build_rank(launch: Launch, channel: EngineChannel, group: Group | None) -> R
         channel.send(Loading(done, total))
 
     weights = load(settings.model, config, dtype, settings.device, settings.load_format, progress, shard)
-    decoder = Decoder(config, weights, group, shard, max_positions=context)
+    decoder = Decoder(config, weights, groups.sharing, shard, max_positions=context, everyone=groups.everyone)
     sampler = Sampler(config.vocab, settings.device)
     blocks = cache_blocks(settings, layout, (lambda: rehearse(decoder, layout, settings, context)) if on_gpu else None)
-    if group is not None:
-        blocks = group.least(blocks, settings.device)
+    if groups.everyone is not None:
+        blocks = groups.everyone.least(blocks, settings.device)
     if settings.overlap == 1 or (settings.overlap == -1 and on_gpu):
         cache = KVCache.of(layout, blocks + 1, settings.device)
         # Spread experts tell each other counts on the host in the middle of a step, which no graph can hold.
@@ -216,12 +234,13 @@ def build_rank(launch: Launch, channel: EngineChannel, group: Group | None) -> R
 
 
 def _shard(settings: WorkerSettings, config: ModelConfig, rank: int) -> Shard:
-    moe = config.moe
+    moe, grid = config.moe, settings.grid
     sizes = ModelSizes(config.heads, config.kv_heads, config.width, moe.experts if moe else 0, moe.width if moe else 0)
-    refuse_bad_layout(sizes, settings.tensor, settings.spread_experts, settings.name or settings.role)
-    spread = settings.spread_experts and moe is not None and settings.tensor > 1
-    table = ExpertTable.even(sizes.experts, settings.tensor) if spread else None
-    return Shard(rank, settings.tensor, table)
+    refuse_bad_layout(sizes, grid, settings.spread_experts, settings.name or settings.role)
+    spread = settings.spread_experts and moe is not None and grid.ranks > 1
+    table = ExpertTable.even(sizes.experts, grid.ranks) if spread else None
+    data_rank, place = grid.place(rank)
+    return Shard(place, grid.tensor, table, data_rank)
 
 
 def model_digest(settings: WorkerSettings, layout: KVLayout) -> str:

@@ -1,9 +1,10 @@
 """The engine's side of transfers: which workers are linked, who holds which blocks for a transfer, what was reported.
 
 Called by the engine's main thread only. Links report events into a queue that `events` empties: this rank's own, and
-those of the group's other ranks, which are told everything that this rank's links are told. A transfer that leaves
-holds its blocks like a sequence does (`holds`) until every link between the two groups has ended it; one that arrives
-is admitted when it is complete at every rank, and its landing is closed before its blocks are given away.
+those of the group's other ranks. What concerns a sequence is told to the links of all ranks that share its data rank. A
+transfer that leaves holds its blocks like a sequence does until every link that carries it has ended it; one that
+arrives is admitted when it is complete at every one of those ranks, and its landing is closed before its blocks are
+given away.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import queue
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ from diptych.contract.errors import DecodeLost, DiptychError
 from diptych.contract.request import Key
 from diptych.contract.wire import Stage, WorkerInfo
 from diptych.workers.blocks import BlockPool
+from diptych.workers.parallel.layout import Grid
 from diptych.workers.parallel.lead import Followers
 from diptych.workers.parallel.orders import (
     AbandonOrder,
@@ -35,6 +38,7 @@ from diptych.workers.sequence import Sequence
 from diptych.workers.settings import WorkerSettings
 from diptych.workers.transfer.events import (
     Arrived,
+    Begun,
     Event,
     Failure,
     Forsaken,
@@ -45,8 +49,8 @@ from diptych.workers.transfer.events import (
     SendClosed,
     Stats,
 )
-from diptych.workers.transfer.links import Links
-from diptych.workers.transfer.plan import routes
+from diptych.workers.transfer.links import Links, Peer, grid_of
+from diptych.workers.transfer.plan import links, links_between
 
 if TYPE_CHECKING:
     from diptych.workers.engine import Engine
@@ -59,27 +63,34 @@ Pair = tuple[int, int]
 
 @dataclass
 class _Leaving:
-    """A transfer that leaves. open: links that have not ended it. error: the first that one of them met."""
+    """A transfer that leaves, from our data rank `data_rank`. open: links that have not ended it. error: the first that
+    one of them met."""
 
-    peer: str
+    peer: Peer
+    data_rank: int
     open: set[Pair]
+    blocks: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     error: DiptychError | None = None
 
 
 @dataclass
 class _Coming:
-    """A reserved sequence. open: ranks of ours where it is not complete."""
+    """A reserved sequence, at our data rank `data_rank`. open: ranks of ours where it is not complete. begun: some of
+    it has come."""
 
     sender: str
+    data_rank: int
     open: set[int]
+    begun: bool = False
     stats: Stats = field(default_factory=Stats)
 
 
 @dataclass
-class _Peer:
-    """A linked worker. all: the links that there must be; up: those that are ready."""
+class _Linked:
+    """A linked worker, and its ranks. all: the links that there must be; up: those that are ready."""
 
+    grid: Grid = field(default_factory=Grid)
     all: set[Pair] = field(default_factory=set)
     up: Counter[Pair] = field(default_factory=Counter)  # a new link may be there before the old one's end is known
 
@@ -95,20 +106,20 @@ class Handover:
         self,
         settings: WorkerSettings,
         kv_heads: int,
-        pool: BlockPool,
+        pools: Seq[BlockPool],
         followers: Followers,
         wake: Callable[[], None],
-        links: Callable[[Callable[[Event], None]], Links],
+        own: Callable[[Callable[[Event], None]], Links],
     ) -> None:
-        """kv_heads: of the model. links: makes this rank's, given where they report."""
-        self.settings, self.kv_heads, self.pool, self._wake = settings, kv_heads, pool, wake
+        """kv_heads: of the model. own: makes this rank's links, given where they report."""
+        self.settings, self.kv_heads, self.pools, self._wake = settings, kv_heads, tuple(pools), wake
+        self.grid = settings.grid
         self.followers = followers
-        self.holds: dict[Key, list[int]] = {}
         self._leaving: dict[Key, _Leaving] = {}
         self._coming: dict[Key, _Coming] = {}
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _Linked] = {}
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._links = links(self.post)
+        self._links = own(self.post)
         self.address, self.transport = self._links.address, self._links.transport
 
     def post(self, event: Event) -> None:
@@ -120,8 +131,14 @@ class Handover:
         """Ids of the workers to which, or from which, every link is ready."""
         return tuple(sorted(id for id, peer in self._peers.items() if peer.ready))
 
-    def _tell(self, order: msgspec.Struct) -> None:
-        self.followers.order(order)
+    def held(self, data_rank: int) -> list[list[int]]:
+        """Blocks of a data rank that transfers hold."""
+        return [leaving.blocks for leaving in self._leaving.values() if leaving.data_rank == data_rank]
+
+    def _tell(self, data_rank: int, order: msgspec.Struct) -> Links | None:
+        """Orders the ranks that share a data rank; what this rank must do itself where it is one of them."""
+        self.followers.order(order, data_rank)
+        return self._links if data_rank == 0 else None
 
     # ── prefill ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,61 +149,68 @@ class Handover:
         workers = tuple(workers)
         for worker in workers:
             if worker.role == "decode":
-                found = routes(self.kv_heads, self.settings.tensor, len(worker.links))
-                self._peer(worker.id).all = {(route.source, route.target) for route in found}
-        self._tell(PeersOrder(workers))
+                peer = self._peer(worker.id)
+                peer.grid = grid_of(worker)
+                peer.all = set(links(self.kv_heads, self.grid, peer.grid))
+        self.followers.order(PeersOrder(workers))
         self._links.reconcile(workers)
 
-    def _peer(self, id: str) -> _Peer:
-        return self._peers.setdefault(id, _Peer())
+    def _peer(self, id: str) -> _Linked:
+        return self._peers.setdefault(id, _Linked())
 
     def send(self, seq: Sequence, upto: int) -> None:
         """Queues the tokens that decode lacks, up to `upto` computed ones. A missing link ends the request."""
-        assert seq.decode is not None
-        if upto <= seq.sent or not self._begin(seq):
+        if upto <= seq.sent or (leaving := self._begin(seq)) is None:
             return
-        blocks = tuple(seq.blocks)
-        self._tell(SendOrder(seq.decode, seq.key, blocks, seq.sent, upto, self.followers.ahead))
-        self._links.send(seq.decode, seq.key, blocks, seq.sent, upto)
+        blocks, first = tuple(seq.blocks), seq.sent
+        own = self._tell(seq.data_rank, SendOrder(leaving.peer, seq.key, blocks, first, upto, self.followers.ahead))
+        if own is not None:
+            own.send(leaving.peer, seq.key, blocks, first, upto)
         seq.sent = upto
 
     def finish(self, seq: Sequence, first_token: int) -> None:
         """Queues what is left, then the end mark with the token that seeds decode."""
-        assert seq.decode is not None
-        if self._begin(seq):
+        leaving = self._begin(seq)
+        if leaving is not None:
             self.send(seq, seq.prompt_len)
-            self._tell(FinishOrder(seq.decode, seq.key, seq.prompt_len, first_token))
-            self._links.finish(seq.decode, seq.key, seq.prompt_len, first_token)
+            own = self._tell(seq.data_rank, FinishOrder(leaving.peer, seq.key, seq.prompt_len, first_token))
+            if own is not None:
+                own.finish(leaving.peer, seq.key, seq.prompt_len, first_token)
 
-    def _begin(self, seq: Sequence) -> bool:
-        """Makes the transfer a holder of the sequence's blocks; False when there is no link to carry it."""
-        assert seq.decode is not None
+    def _begin(self, seq: Sequence) -> _Leaving | None:
+        """The sequence's transfer, which is made a holder of its blocks; None when there is no link to carry it."""
         if seq.key in self._leaving:
-            return True
-        peer = self._peer(seq.decode)
-        if not peer.ready:
+            return self._leaving[seq.key]
+        assert seq.decode is not None
+        linked, peer = self._peer(seq.decode), Peer(seq.decode, seq.decode_rank)
+        if not linked.ready or peer.data_rank >= linked.grid.data:
             # The end is applied with the events, as any other, and not in the middle of a commit.
-            self._leaving[seq.key] = _Leaving(seq.decode, {(-1, -1)})
+            self._leaving[seq.key] = _Leaving(peer, seq.data_rank, {(-1, -1)})
             error = DecodeLost(f"There is no link to decode worker {seq.decode} any more.")
             self.post(SendClosed(seq.key, -1, -1, Failure.of(error), Stats()))
-            return False
-        self.pool.share(seq.blocks)
-        self.holds[seq.key] = list(seq.blocks)
-        self._leaving[seq.key] = _Leaving(seq.decode, set(peer.all))
-        return True
+            return None
+        self.pools[seq.data_rank].share(seq.blocks)
+        pairs = set(links_between(self.kv_heads, self.grid, linked.grid, seq.data_rank, peer.data_rank))
+        leaving = self._leaving[seq.key] = _Leaving(peer, seq.data_rank, pairs, list(seq.blocks))
+        return leaving
 
     # ── decode ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def expect(self, seq: Sequence) -> None:
-        """Opens the sequence's granted blocks to its prefill worker's links, at every rank."""
+        """Opens the sequence's granted blocks to its prefill worker's links, at every rank that shares them."""
         assert seq.prefill is not None
-        self._coming[seq.key] = _Coming(seq.prefill, set(range(self.settings.tensor)))
-        self._tell(ExpectOrder(seq.key, seq.prefill, tuple(seq.blocks), seq.held, seq.prompt_len))
-        self._links.expect(seq.key, seq.prefill, seq.blocks, seq.held, seq.prompt_len)
+        self._coming[seq.key] = _Coming(seq.prefill, seq.data_rank, set(self.grid.members(seq.data_rank)))
+        order = ExpectOrder(seq.key, seq.prefill, tuple(seq.blocks), seq.held, seq.prompt_len)
+        own = self._tell(seq.data_rank, order)
+        if own is not None:
+            own.expect(seq.key, seq.prefill, seq.blocks, seq.held, seq.prompt_len)
 
     def revoke(self, seq: Sequence) -> bool:
-        """Takes a reservation back unless anything has arrived for it at this rank. Another rank, which may have got
-        something, closes its landing before it carries out any order that uses the blocks again."""
+        """Takes a reservation back unless anything is known to have arrived for it. A rank that has got something
+        meanwhile closes its landing before it carries out any order that uses the blocks again."""
+        coming = self._coming.get(seq.key)
+        if coming is not None and coming.begun:
+            return False
         if not self._links.close(seq.key, unless_begun=True):
             return False
         self._forget(seq.key)
@@ -199,12 +223,14 @@ class Handover:
         self._forget(seq.key)
         leaving = self._leaving.get(seq.key)
         if leaving is not None:
-            self._tell(AbandonOrder(leaving.peer, seq.key, error.code, str(error)))
-            self._links.abandon(leaving.peer, seq.key, error.code, str(error))
+            own = self._tell(leaving.data_rank, AbandonOrder(leaving.peer, seq.key, error.code, str(error)))
+            if own is not None:
+                own.abandon(leaving.peer, seq.key, error.code, str(error))
 
     def _forget(self, key: Key) -> None:
-        if self._coming.pop(key, None) is not None:
-            self._tell(CloseOrder(key))
+        coming = self._coming.pop(key, None)
+        if coming is not None:
+            self._tell(coming.data_rank, CloseOrder(key))
 
     # ── events ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -221,6 +247,9 @@ class Handover:
     def _apply(self, event: Event, engine: Engine) -> None:
         if isinstance(event, Arrived):
             self._arrived(event, engine)
+        elif isinstance(event, Begun):
+            if event.key in self._coming:
+                self._coming[event.key].begun = True
         elif isinstance(event, Forsaken):
             engine.forsake(event.key, event.failure.error)
         elif isinstance(event, SendClosed):
@@ -232,8 +261,8 @@ class Handover:
             self._link_down(event, engine)
         elif isinstance(event, PeerUp):
             peer = self._peer(event.peer)
-            found = routes(self.kv_heads, event.sources, self.settings.tensor)
-            peer.all = {(route.source, route.target) for route in found}
+            peer.grid = event.sources
+            peer.all = set(links(self.kv_heads, event.sources, self.grid))
             peer.up[event.source, event.target] += 1
         else:
             self._peer_down(event, engine)
@@ -260,7 +289,7 @@ class Handover:
         leaving.error = leaving.error or error
         if not leaving.open:
             del self._leaving[key]
-            self.pool.release(self.holds.pop(key, []))
+            self.pools[leaving.data_rank].release(leaving.blocks)
         if not failed and (leaving.error is not None or not leaving.open):
             engine.handed(key, leaving.error, self._send_stage(leaving))
 
@@ -269,7 +298,7 @@ class Handover:
         error = event.failure.error
         log.warning("link to %s is down: %s", event.peer, error)
         self._lose(event.peer, (event.source, event.target))
-        for key in [key for key, leaving in self._leaving.items() if leaving.peer == event.peer]:
+        for key in [key for key, leaving in self._leaving.items() if leaving.peer.id == event.peer]:
             self._closed(key, (event.source, event.target), error, Stats(), engine)
         engine.lose_decode(event.peer, error)
 
@@ -278,7 +307,9 @@ class Handover:
         log.warning("link from %s is down: %s", event.peer, error)
         if self._lose(event.peer, (event.source, event.target)):
             return  # it has linked anew; what the old link owed ends with the sender's own word
-        for key in [key for key, coming in self._coming.items() if coming.sender == event.peer]:
+        data_rank, _ = self.grid.place(event.target)
+        mine = ((key, coming) for key, coming in self._coming.items() if coming.data_rank == data_rank)
+        for key in [key for key, coming in mine if coming.sender == event.peer]:
             engine.forsake(key, error)
 
     def _lose(self, id: str, pair: Pair) -> bool:
@@ -303,7 +334,7 @@ class Handover:
         attributes: dict[str, int | str] = {
             telemetry.PACK_NS: stats.copy_ns,
             telemetry.WAIT_NS: stats.wait_ns,
-            telemetry.PEER: leaving.peer,
+            telemetry.PEER: leaving.peer.id,
         }
         return self._stage(telemetry.TRANSFER_SEND, stats, attributes)
 

@@ -89,6 +89,8 @@ class Runner:
     def launch(self, step: Step) -> Launched:
         started = monotonic_ns()
         rows = step.rows
+        if not rows:
+            return self._idle(step, started)
         batch = self._batch(rows)
         hidden = self.decoder(batch, self.cache)
         ends = (np.cumsum([row.count for row in rows]) - 1).tolist()
@@ -101,6 +103,11 @@ class Runner:
             found = self.sampler.sample(logits, [sample_row(row) for row in rows if row.sample])
             drawn = [Drawn(token, logprob) for token, logprob in found]
         return Launch(step, drawn, prompt, started, monotonic_ns())
+
+    def _idle(self, step: Step, started: int) -> Launch:
+        """An empty step: only other data ranks have work."""
+        self.decoder.idle()
+        return Launch(step, [], {}, started, monotonic_ns())
 
     def _batch(self, rows: Seq[Row], unknown: Seq[int] = ()) -> Batch:
         """unknown: for each row, the token that stands in where its only one is not on the host yet."""

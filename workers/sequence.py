@@ -60,6 +60,8 @@ class Sequence:
     steps: int = 0
     batch_sum: int = 0
     hashed: bool = True  # whether its blocks' digests are wanted
+    data_rank: int = 0  # where its blocks are, while it has any
+    decode_rank: int = 0  # prefill: where decode's blocks are
     single: bool = False  # prefill: draws its first token here and no more
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import msgspec
 
 from diptych.contract.limits import Limits
 from diptych.contract.wire import Role
+from diptych.workers.parallel.layout import Grid
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,9 +22,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_share: of a GPU's memory, all that this worker may hold. graphs: capture decode steps.
     max_batch: sequences in one step. token_budget: query tokens in one step (chunked prefill's budget).
     max_context: 0 takes the model's. local_prefill: decode prefills itself what it lacks up to this many tokens.
-    tensor: ranks that share the model, each an engine's process. spread_experts: each of them holds whole experts
-    rather than a slice of every one. threads: torch threads of each engine. host: the address that listeners bind to
-    and publish.
+    tensor: ranks that share the model, each an engine's process. data: how many times there are that many, each with a
+    part of the batch and a KV cache of its own; what is said of sequences, tokens and blocks is of one of them.
+    spread_experts: each of all those ranks holds whole experts rather than a slice of every one. threads: torch threads
+    of each engine. host: the address that listeners bind to and publish.
     overlap: steps scheduled ahead of the one that runs: 0 on a CPU, 1 on a GPU; -1 picks.
     send_delay_s: a test hook that slows a sender between two messages. check_integrity: whenever the engine falls idle,
     check the pool's books against every holder, and end the group if they disagree (for tests: it scans the pool).
@@ -50,6 +52,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     local_prefill: int = 16
     threads: int = 2
     tensor: int = 1
+    data: int = 1
     spread_experts: bool = False
     host: str = "127.0.0.1"
     overlap: int = -1
@@ -57,3 +60,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     send_delay_s: float = 0.0
     check_integrity: bool = False
     limits: Limits = Limits()
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.data, self.tensor)

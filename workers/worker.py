@@ -153,6 +153,7 @@ class Worker:
             max_context=up.max_context,
             transport=up.transport,
             device=up.device,
+            data=self.settings.data,
         )
         background = [self._pump, self._renew, self._watch]
         background += [partial(self._follow, index) for index in range(1, len(self._ranks))]
@@ -167,7 +168,7 @@ class Worker:
 
     async def _spawn(self) -> None:
         """A process a rank. The first gets a line to each of the others."""
-        count = self.settings.tensor
+        count = self.settings.grid.ranks
         lines = [socket.socketpair() for _ in range(count - 1)]
         given = [[first for first, _ in lines], *[[other] for _, other in lines]]
         for index, own in enumerate(given):

@@ -145,7 +145,9 @@ def run_engine(options: argparse.Namespace) -> int:
             folder = write_shape(options.model, Path(made), options.layers) if shape else model_folder(options.model)
             started = time.perf_counter()
             bench = Bench(folder, "dummy" if shape else "auto", max(row[0] for row in rows), options)
-            print(f"built in {time.perf_counter() - started:.1f} s, {bench.engine.pool.num_blocks} blocks", flush=True)
+            print(
+                f"built in {time.perf_counter() - started:.1f} s, {bench.engine.pools[0].num_blocks} blocks", flush=True
+            )
             for row in rows:
                 found.append(bench.row(*row, options.rounds, read))
                 print(_told(found[-1]), flush=True)

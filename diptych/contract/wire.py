@@ -22,7 +22,7 @@ import msgspec
 
 from diptych.contract.request import Key, Request
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every incompatible change; a session whose ends differ is refused with `LayoutMismatch`."""
 
 Role = Literal["prefill", "decode", "colocated"]
@@ -78,10 +78,11 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Passes a grant on: decode holds the first `held` prompt tokens already and waits for the rest."""
+    """Passes a grant on: decode holds the first `held` prompt tokens already and waits for the rest at `data_rank`."""
 
     key: Key
     held: int
+    data_rank: int = 0
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -107,11 +108,13 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
     """Decode has reserved blocks for the prompt plus one. held: prompt tokens whose KV it holds already (a multiple of
-    the block size). local: it lacks so little that it prefills the rest itself; no prefill worker is needed."""
+    the block size). local: it lacks so little that it prefills the rest itself; no prefill worker is needed. data_rank:
+    where the blocks are."""
 
     key: Key
     held: int
     local: bool = False
+    data_rank: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -202,9 +205,10 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker group's entry in the registry.
 
     id: `epoch`'s short name, unique for the group's life: role, index and epoch. address: host:port of the front's
-    internal gRPC. links: host:port of each rank's link listener, the first engine's first. epoch: 16 hex digits, new
-    with every start. digest: of all that prefill and decode must agree on (model, dtype, block size, layout); two
-    workers with different digests are never paired. model: facts that a router needs without opening the weights.
+    internal gRPC. links: host:port of each rank's link listener, the first engine's first. data: how many data ranks
+    share them out, neighbours together. total_blocks: of one data rank, so the most that a request may hold. epoch: 16
+    hex digits, new with every start. digest: of all that prefill and decode must agree on (model, dtype, block size,
+    layout); two workers with different digests are never paired.
     """
 
     id: str
@@ -222,6 +226,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     state: Literal["ready", "draining"] = "ready"
     transport: str = "gloo"
     device: str = "cpu"
+    data: int = 1
 
 
 ToWorker = Hello | Proof | Beat | Reserve | Prefill | Start | Generate | Cancel

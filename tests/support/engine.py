@@ -67,7 +67,7 @@ class Harness:
                 break
         assert not self.engine.sequences
         self.engine.check_integrity()
-        assert self.engine.pool.available == self.engine.pool.num_blocks
+        assert all(pool.available == pool.num_blocks for pool in self.engine.pools)
 
 
 def prompt_of(length: int, seed: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import load
 from diptych.workers.parallel.group import Group, join
-from diptych.workers.parallel.layout import ExpertTable, Shard
+from diptych.workers.parallel.layout import ExpertTable, Grid, Shard
 from diptych.workers.transfer.pair import connect_store, host_store
 
 _context = multiprocessing.get_context("forkserver")
@@ -62,11 +62,38 @@ def _member(
     given: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    _meeting.append((address, name, limit))
     try:
         group = join("gloo", connect_store(address, limit), name, rank, size, "127.0.0.1", "cpu", limit)
         answer.send_bytes(pickle.dumps((True, work(group, *given))))
     except Exception:  # noqa: BLE001 - it is told to the test
         answer.send_bytes(pickle.dumps((False, traceback.format_exc())))
+
+
+_meeting: list[tuple[tuple[str, int], str, float]] = []
+_shared: list[Group] = []
+
+
+def sharing_of(group: Group, grid: Grid) -> Group | None:
+    """The ranks of a data rank, out of all of them; every rank must ask. Made once in a process."""
+    if grid.tensor == 1:
+        return None
+    if _shared:
+        return _shared[0]
+    (address, name, limit), (data_rank, place) = _meeting[0], grid.place(group.rank)
+    store = connect_store(address, limit)
+    _shared.append(join("gloo", store, f"{name}/{data_rank}", place, grid.tensor, "127.0.0.1", "cpu", limit))
+    return _shared[0]
+
+
+def grid_decoder_of(group: Group, grid: Grid, folder: Path, spread: bool) -> Decoder:
+    """This rank's decoder of a model's folder, in a group of several data ranks."""
+    config = ModelConfig.from_folder(folder)
+    table = ExpertTable.even(config.moe.experts, grid.ranks) if spread and config.moe else None
+    data_rank, place = grid.place(group.rank)
+    shard = Shard(place, grid.tensor, table, data_rank)
+    weights = load(folder, config, torch.float32, shard=shard)
+    return Decoder(config, weights, sharing_of(group, grid), shard, everyone=group)
 
 
 def shard_of(group: Group, config: ModelConfig, spread: bool) -> Shard:

@@ -166,9 +166,11 @@ async def test_what_only_a_worker_or_the_router_can_refuse(
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-async def test_the_service_on_ray_replaces_a_killed_worker_and_leaves_nothing(demo_model: Path) -> None:
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_the_service_on_ray_replaces_a_killed_worker_and_leaves_nothing(demo_model: Path, data: int) -> None:
+    sizes = ("--set", f"prefill.data={data}", "--set", f"decode.data={data}")
     with ray_lock():
-        async with serve(demo_model, "--ray", "local") as running:
+        async with serve(demo_model, "--ray", "local", *sizes) as running:
             async with Client(running.address) as client:
                 request = ask(PARIS, max_tokens=9, temperature=0.0)
                 answers = await asyncio.gather(*(text_of(client, request) for _ in range(4)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -12,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from diptych.cluster.traces import read_spans
+from diptych.contract import telemetry as names
 from diptych.contract.errors import DiptychError
 from diptych.router.client import Client
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import load
+from diptych.workers.parallel.layout import Grid
 from tests.support.asking import LIMIT, asks, fresh, ids, until, until_idle, usual, worker
 from tests.support.engine import prompt_of
 from tests.support.families import make_tiny
@@ -71,23 +75,49 @@ async def _answers(client: Client) -> list[list[int]]:
     return [ids(answer) for answer in found]
 
 
+def _sizes(prefill: Grid, decode: Grid) -> dict[str, int]:
+    return {
+        "prefill__data": prefill.data,
+        "prefill__tensor": prefill.tensor,
+        "decode__data": decode.data,
+        "decode__tensor": decode.tensor,
+    }
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [(1, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 2), (2, 1), (2, 2), (1, 4)))],
+    [
+        (Grid(1, 1), Grid(1, 2)),
+        (Grid(1, 1), Grid(2, 1)),
+        *(
+            pytest.param(Grid(*prefill), Grid(*decode), marks=pytest.mark.slow)
+            for prefill, decode in (
+                ((1, 4), (1, 2)),
+                ((1, 2), (1, 1)),
+                ((1, 2), (1, 2)),
+                ((1, 1), (1, 4)),
+                ((2, 1), (1, 1)),
+                ((2, 1), (2, 1)),
+                ((1, 2), (2, 1)),
+                ((2, 1), (2, 2)),
+            )
+        ),
+    ],
 )
 async def test_groups_of_unequal_sizes(
-    dense: tuple[Path, list[list[int]]], tmp_path: Path, prefill: int, decode: int
+    dense: tuple[Path, list[list[int]]], tmp_path: Path, prefill: Grid, decode: Grid
 ) -> None:
     folder, right = dense
-    arguments = small(prefill__tensor=prefill, decode__tensor=decode, prefill__token_budget=64)
+    arguments = small(prefill__token_budget=64, **_sizes(prefill, decode))
     with running(folder, tmp_path, *arguments) as service:
         async with Client(service.address) as client:
             assert await _answers(client) == right
             info = await client.server_info()
             assert [len(each.pids) for each in sorted(info.workers, key=lambda each: each.role)] == [
-                decode + 1,
-                prefill + 1,
+                decode.ranks + 1,
+                prefill.ranks + 1,
             ]
+            assert [await _answers(client) for _ in range(2)] == [right, right]
             await until_idle(client)
 
 
@@ -117,12 +147,53 @@ async def test_sampling_penalties_and_logprobs_are_alike_at_every_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spread", [False, True])
-async def test_experts(mixture: tuple[Path, list[list[int]]], tmp_path: Path, spread: bool) -> None:
+async def test_data_ranks_short_of_blocks(dense: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    """Reservations are revoked, sequences preempted and requests cancelled while KV goes from each data rank of prefill
+    to each of decode: what is finished is right, and the books of every pool agree."""
+    folder, _ = dense
+    draw = random.Random(5)
+    prompts = [prompt_of(draw.choice((5, 40, 64, 100, 150)), 50 + n) for n in range(10)]
+    config = ModelConfig.from_folder(folder)
+    right = Driver(Decoder(config, load(folder, config, torch.float32))).greedy(prompts, 40)
+    arguments = small(prefill__cache_blocks=24, decode__cache_blocks=16, **_sizes(Grid(2, 1), Grid(2, 1)))
+    with running(folder, tmp_path, *arguments) as service:
+        async with Client(service.address) as client:
+            before = sorted(worker.id for worker in (await client.server_info()).workers)
+
+            async def one(index: int) -> None:
+                request = asks(list(prompts[index]), max_tokens=40, ignore_eos=True)
+                asking = asyncio.create_task(client.generate(request, timeout=LIMIT))
+                if draw.random() < 0.4:
+                    await asyncio.sleep(draw.random() * 0.5)
+                    asking.cancel()
+                    await asyncio.wait([asking])
+                else:
+                    assert ids(await asking) == right[index]
+
+            for _ in range(3):
+                await asyncio.gather(*(one(draw.randrange(len(prompts))) for _ in range(24)))
+                await until_idle(client)
+            assert sorted(worker.id for worker in (await client.server_info()).workers) == before, "a group ended"
+        assert any(span.name == names.DECODE_PREEMPTED for span in read_spans(service.trace))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "decode", "spread"),
+    [
+        (Grid(1, 2), Grid(1, 2), False),
+        (Grid(1, 2), Grid(1, 2), True),
+        (Grid(1, 1), Grid(2, 2), True),
+        (Grid(2, 1), Grid(2, 1), False),
+        (Grid(2, 1), Grid(2, 1), True),
+    ],
+)
+async def test_experts(
+    mixture: tuple[Path, list[list[int]]], tmp_path: Path, prefill: Grid, decode: Grid, spread: bool
+) -> None:
     folder, right = mixture
-    arguments = small(
-        prefill__tensor=2, decode__tensor=2, prefill__spread_experts=spread, decode__spread_experts=spread
-    )
+    spreads = {"prefill__spread_experts": spread and prefill.ranks > 1, "decode__spread_experts": spread}
+    arguments = small(**_sizes(prefill, decode), **spreads)
     with running(folder, tmp_path, *arguments) as service:
         async with Client(service.address) as client:
             assert await _answers(client) == right
@@ -137,12 +208,21 @@ async def test_smollm2_at_three_ranks_says_what_it_always_says(demo_model: Path,
             await until_idle(client)
 
 
-@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
+@pytest.mark.parametrize(
+    ("role", "size"),
+    [
+        pytest.param("prefill", "tensor", marks=pytest.mark.slow),
+        ("decode", "tensor"),
+        pytest.param("prefill", "data", marks=pytest.mark.slow),
+        pytest.param("decode", "data", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_rank_that_dies_ends_its_group_and_nothing_else(
-    dense: tuple[Path, list[list[int]]], tmp_path: Path, role: str
+    dense: tuple[Path, list[list[int]]], tmp_path: Path, role: str, size: str
 ) -> None:
     folder, right = dense
-    with running(folder, tmp_path, *small(prefill__tensor=2, decode__tensor=2, prefill__token_budget=4)) as service:
+    sizes = {f"prefill__{size}": 2, f"decode__{size}": 2}
+    with running(folder, tmp_path, *small(prefill__token_budget=4, **sizes)) as service:
         async with Client(service.address) as client:
             request = asks(list(prompt_of(300, 9)), max_tokens=200, ignore_eos=True)
             asking = asyncio.create_task(client.generate(request, timeout=LIMIT))
@@ -167,5 +247,7 @@ def test_layouts_that_do_not_divide_are_refused_with_the_numbers(demo_model: Pat
     model = ("--model", str(demo_model))
     said = fails(tmp_path, *model, "--set", "decode.tensor=2")
     assert said == "decode-0 of 2 ranks cannot divide the model's 9 attention heads."
+    said = fails(tmp_path, *model, "--set", "decode.data=2", "--set", "decode.tensor=2")
+    assert said == "Each data rank of decode-0 of 2 ranks cannot divide the model's 9 attention heads."
     said = fails(tmp_path, *model, "--set", "prefill.spread_experts=true")
     assert said == "prefill-0 is to spread experts over its ranks, but the model has none."

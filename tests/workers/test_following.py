@@ -1,4 +1,4 @@
-"""Two ranks in lock step, the first engine in this process: whatever its policies do, the tokens stay the same."""
+"""Several ranks in lock step, the first engine in this process: whatever its policies do, the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -41,29 +41,36 @@ class _Unheard:
         pass
 
 
-def _follow(sock: socket.socket, settings: WorkerSettings) -> None:
+def _follow(sock: socket.socket, settings: WorkerSettings, rank: int) -> None:
     torch.set_num_threads(1)
     channel: Any = _Unheard()
-    follower, _ = build_follower(Launch(settings, b"s", "0", "test", 1), channel, Line(sock))
+    follower, _ = build_follower(Launch(settings, b"s", "0", "test", rank), channel, Line(sock))
     follower.run()
 
 
 @contextmanager
-def _two_ranks(model: Path, **settings: Any) -> Iterator[Harness]:
-    ours, theirs = socket.socketpair()
-    given = {"cache_blocks": 128, "threads": 1, "max_batch": 8, "token_budget": 64, "tensor": 2} | settings
+def _ranks(model: Path, **settings: Any) -> Iterator[Harness]:
+    given = {"cache_blocks": 128, "threads": 1, "max_batch": 8, "token_budget": 64} | settings
     launched = WorkerSettings(model=str(model), role="colocated", **given)
-    member = _context.Process(target=_follow, args=(theirs, launched), daemon=True)
-    member.start()
-    theirs.close()
+    lines, members = [], []
+    for rank in range(1, launched.grid.ranks):
+        ours, theirs = socket.socketpair()
+        member = _context.Process(target=_follow, args=(theirs, launched, rank), daemon=True)
+        member.start()
+        theirs.close()
+        lines.append(Line(ours))
+        members.append(member)
     try:
-        yield Harness(model, [Line(ours)], **given)
-        ours.shutdown(socket.SHUT_RDWR)  # a thread of ours reads it: closing alone would tell nobody
-        member.join(20.0)
-        assert member.exitcode == 0
+        yield Harness(model, lines, **given)
+        for line in lines:
+            line.sock.shutdown(socket.SHUT_RDWR)  # a thread of ours reads it: closing alone would tell nobody
+        for member in members:
+            member.join(20.0)
+            assert member.exitcode == 0
     finally:
-        member.kill()
-        member.join()
+        for member in members:
+            member.kill()
+            member.join()
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +80,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def alone(model: Path) -> dict[str, list[int]]:
+def _alone(model: Path) -> dict[str, list[int]]:
     harness = Harness(model, threads=1)
     for name, prompt, tokens, sampling in REQUESTS:
         harness.ask(name, prompt, tokens, sampling)
@@ -82,12 +88,17 @@ def alone(model: Path) -> dict[str, list[int]]:
     return harness.loop.tokens
 
 
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[str, list[int]]:
+    return _alone(model)
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_preemption_overlap_and_penalties_give_one_ranks_tokens(
     model: Path, alone: dict[str, list[int]], overlap: int
 ) -> None:
     """14 blocks do not hold them all: block tables shrink, move and grow again, and every rank must know."""
-    with _two_ranks(model, overlap=overlap, cache_blocks=14, prefix_cache=False) as harness:
+    with _ranks(model, tensor=2, overlap=overlap, cache_blocks=14, prefix_cache=False) as harness:
         for name, prompt, tokens, sampling in REQUESTS:
             harness.ask(name, prompt, tokens, sampling, prompt_logprobs=1 if name == "one" else None)
         harness.run()
@@ -97,7 +108,7 @@ def test_preemption_overlap_and_penalties_give_one_ranks_tokens(
 
 
 def test_cancels_and_cached_prefixes(model: Path, alone: dict[str, list[int]]) -> None:
-    with _two_ranks(model, overlap=1) as harness:
+    with _ranks(model, tensor=2, overlap=1) as harness:
         for number in range(2):
             for name, prompt, tokens, sampling in REQUESTS:
                 harness.ask(f"{name}/{number}", prompt, tokens, sampling)
@@ -110,3 +121,72 @@ def test_cancels_and_cached_prefixes(model: Path, alone: dict[str, list[int]]) -
         for name, tokens in harness.loop.tokens.items():
             whole = alone[name.split("/")[0]]
             assert tokens == whole if ended[name].reason == "length" else tokens == whole[: len(tokens)]
+
+
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_two_data_ranks_share_the_requests(model: Path, alone: dict[str, list[int]], overlap: int) -> None:
+    """Small pools: sequences are preempted in either, come back in the other, and must take nothing of theirs along."""
+    with _ranks(model, data=2, overlap=overlap, cache_blocks=11, prefix_cache=False) as harness:
+        seen: dict[str, set[int]] = {}
+        for name, prompt, tokens, sampling in REQUESTS:
+            harness.ask(name, prompt, tokens, sampling, prompt_logprobs=1 if name == "one" else None)
+        while harness.loop.inbox or harness.engine.sequences:
+            harness.engine.turn()
+            for seq in harness.engine.sequences.values():
+                if seq.blocks:
+                    seen.setdefault(seq.key.request, set()).add(seq.data_rank)
+        harness.run()
+        assert harness.loop.tokens == alone
+        assert {frozenset(ranks) for ranks in seen.values()} >= {frozenset({0}), frozenset({1})}
+        stages = [stage.name for ended in harness.loop.ended.values() for stage in ended.stages]
+        assert "decode.preempted" in stages
+        assert len(harness.loop.ended["one"].prompt_logprobs) == 32
+
+
+def test_cancels_and_prefixes_of_two_data_ranks(model: Path, alone: dict[str, list[int]]) -> None:
+    """What one data rank holds of a prompt is found again there, and an idle step follows a busy one."""
+    with _ranks(model, data=2, overlap=1) as harness:
+        for number in range(2):
+            for name, prompt, tokens, sampling in REQUESTS:
+                harness.ask(f"{name}/{number}", prompt, tokens, sampling)
+            for _ in range(5):
+                harness.engine.turn()
+            harness.say(Cancel(next(iter(harness.engine.sequences))))
+            harness.run()
+        ended = harness.loop.ended
+        assert ended["chunked/1"].cached == 144
+        for name, tokens in harness.loop.tokens.items():
+            whole = alone[name.split("/")[0]]
+            assert tokens == whole if ended[name].reason == "length" else tokens == whole[: len(tokens)]
+
+
+@pytest.mark.parametrize(
+    ("family", "data", "tensor"),
+    [
+        ("qwen3_moe, normalised", 2, 1),
+        pytest.param("mixtral", 2, 1, marks=pytest.mark.slow),
+        pytest.param("mixtral", 2, 2, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe, normalised", 2, 2, marks=pytest.mark.slow),
+        pytest.param("llama2", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_are_spread_over_data_ranks(tmp_path: Path, family: str, data: int, tensor: int) -> None:
+    """All requests at once; then one alone, beside which the other data rank has nothing; loads count every rank's."""
+    make_tiny(family, tmp_path, _SIZES)
+    alone = _alone(tmp_path)
+    with _ranks(tmp_path, data=data, tensor=tensor, spread_experts=family != "llama2", overlap=1) as harness:
+        for name, prompt, tokens, sampling in REQUESTS:
+            harness.ask(name, prompt, tokens, sampling)
+        harness.run()
+        assert harness.loop.tokens == alone
+        before = harness.engine.runner.decoder.expert_load()
+        name, prompt, tokens, sampling = REQUESTS[0]
+        harness.ask("lonely", prompt, tokens, sampling, salt="x")
+        harness.run()
+        assert harness.loop.tokens["lonely"] == alone[name]
+        if family != "llama2":
+            config = harness.engine.runner.decoder.config
+            computed = (len(prompt) + tokens - 1) * config.moe.top_k * config.layers
+            # A step launched before the last token was known may have computed one more.
+            extra = config.moe.top_k * config.layers
+            assert sum(harness.engine.runner.decoder.expert_load()) - sum(before) in (computed, computed + extra)

@@ -11,8 +11,8 @@ from torch import Tensor
 from diptych.kernels.moe import moe_reference, route
 from diptych.workers.parallel.experts import SpreadExperts
 from diptych.workers.parallel.group import Group
-from diptych.workers.parallel.layout import ExpertTable
-from tests.support.ranks import run_ranks
+from diptych.workers.parallel.layout import ExpertTable, Grid
+from tests.support.ranks import run_ranks, sharing_of
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 3, 32, 24
 
@@ -37,7 +37,7 @@ def _mix(group: Group, kind: str, counts: list[int], table: ExpertTable) -> list
     held = list(table.held(group.rank))
     found = []
     for count in counts:
-        experts = SpreadExperts(router, gate_up[held], down[held], TOP_K, True, table, group)
+        experts = SpreadExperts(router, gate_up[held], down[held], TOP_K, True, table, group, group)
         group.traffic.bytes = 0
         y = experts(_tokens(count))
         found.append((y, experts.computed, experts.load.tolist(), group.traffic.bytes))
@@ -86,3 +86,62 @@ def test_any_routing(kind: str, size: int, owners: tuple[int, ...] | None) -> No
             # Exactly its experts' tokens: its fair share times the routing's own imbalance, and not one more.
             assert computed == sum(load[expert] for expert in table.held(rank))
             assert sent == _bytes(chosen, table, rank)
+
+
+def _mix_data(group: Group, grid: Grid, kind: str, work: list[tuple[int, ...]], table: ExpertTable) -> list[Any]:
+    """For each step, given as every data rank's count of tokens: as `_mix`, with the bytes of both groups."""
+    router, gate_up, down = _weights(kind)
+    held, sharing = list(table.held(group.rank)), sharing_of(group, grid)
+    own, found = grid.place(group.rank)[0], []
+    for counts in work:
+        experts = SpreadExperts(router, gate_up[held], down[held], TOP_K, True, table, group, sharing)
+        groups = [each for each in (group, sharing) if each is not None]
+        for each in groups:
+            each.traffic.bytes = 0
+        y = experts(_tokens(counts[own]))
+        found.append((y, experts.computed, experts.load.tolist(), sum(each.traffic.bytes for each in groups)))
+    return found
+
+
+def _data_bytes(chosen: list[Tensor], grid: Grid, table: ExpertTable, rank: int) -> int:
+    """What the rank must send: its own share of its data rank's tokens to the ranks of all data ranks that they need,
+    back a row for each that came; its counts to all, its slice of the result to those that share its data rank."""
+    owners = torch.tensor(table.owners)
+
+    def needed(source: int, target: int) -> int:
+        data_rank, place = grid.place(source)
+        share = -(-len(chosen[data_rank]) // grid.tensor)
+        return int((owners[chosen[data_rank][place * share : (place + 1) * share]] == target).any(1).sum())
+
+    others = [other for other in range(grid.ranks) if other != rank]
+    out = sum(needed(rank, other) for other in others)
+    back = sum(needed(other, rank) for other in others)
+    share = -(-len(chosen[grid.place(rank)[0]]) // grid.tensor)
+    everyone = (grid.ranks - 1) * (EXPERTS + grid.ranks) * 8 + (grid.tensor - 1) * share * HIDDEN * 4
+    return out * (HIDDEN * 4 + 2 * TOP_K * 4) + back * HIDDEN * 4 + everyone
+
+
+@pytest.mark.parametrize("kind", ["random", "one rank gets all"])
+@pytest.mark.parametrize("grid", [Grid(2, 1), Grid(2, 2), pytest.param(Grid(4, 1), marks=pytest.mark.slow)])
+def test_any_routing_between_data_ranks(kind: str, grid: Grid) -> None:
+    """Each data rank has tokens of its own, or none; what they send each other is exactly what they need."""
+    table = ExpertTable.even(EXPERTS, grid.ranks)
+    work = [(1, 0, 3, 0), (0, 1, 0, 0), (7, 64, 2, 5), (0, 0, 0, 0)]
+    work = [counts[: grid.data] for counts in work]
+    router, gate_up, down = _weights(kind)
+    ranks = run_ranks(grid.ranks, _mix_data, grid, kind, work, table)
+    for index, counts in enumerate(work):
+        chosen = [route(_tokens(count), router, TOP_K, True)[1] for count in counts]
+        load = torch.bincount(torch.cat(chosen).flatten(), minlength=EXPERTS).tolist()
+        for rank, found in enumerate(ranks):
+            y, computed, counted, sent = found[index]
+            x = _tokens(counts[grid.place(rank)[0]])
+            assert y.shape == x.shape
+            if len(x):
+                right = moe_reference(x.double(), router.double(), gate_up.double(), down.double(), TOP_K, True)
+                plain = moe_reference(x, router, gate_up, down, TOP_K, True)
+                allowed = 4 * (plain.double() - right).abs().max() + torch.finfo(torch.float32).eps * right.abs().max()
+                assert (y.double() - right).abs().max() <= allowed
+            assert counted == load
+            assert computed == sum(load[expert] for expert in table.held(rank))
+            assert sent == _data_bytes(chosen, grid, table, rank)

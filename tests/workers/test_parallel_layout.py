@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from diptych.contract.errors import ConfigInvalid
-from diptych.workers.cache import KVLayout
-from diptych.workers.parallel.layout import ExpertTable, ModelSizes, kv_share, padded_share, refuse_bad_layout
-from diptych.workers.transfer.plan import plan, routes, token_bytes
+from diptych.contract.errors import ConfigInvalid, TransferCorrupt
+from diptych.contract.request import Key
+from diptych.workers.cache import KVCache, KVLayout
+from diptych.workers.parallel.layout import ExpertTable, Grid, ModelSizes, kv_share, padded_share, refuse_bad_layout
+from diptych.workers.transfer.landing import Landing
+from diptych.workers.transfer.plan import links, links_between, plan, routes, token_bytes
 
 SIZES = [
     (8, 1, 1),
@@ -47,6 +50,38 @@ def test_ranks_that_hold_the_same_head_share_the_sending() -> None:
     assert [(route.source, route.target) for route in routes(2, 4, 4)] == [(0, 0), (1, 1), (2, 2), (3, 3)]
 
 
+def test_every_data_rank_is_linked_with_every_one_of_the_other_side() -> None:
+    """Whichever two a sequence is at, each rank of decode's gets all of its heads from ranks of prefill's alone."""
+    for sources, targets in [(Grid(2, 1), Grid(1, 1)), (Grid(1, 2), Grid(3, 1)), (Grid(2, 2), Grid(2, 4))]:
+        found = list(links(8, sources, targets))
+        assert len(set(found)) == len(found)
+        parts = [
+            list(links_between(8, sources, targets, source, target))
+            for source in range(sources.data)
+            for target in range(targets.data)
+        ]
+        assert [pair for part in parts for pair in part] == found
+        right = [(route.source, route.target) for route in routes(8, sources.tensor, targets.tensor)]
+        for part in parts:
+            (source, _), (target, _) = sources.place(part[0][0]), targets.place(part[0][1])
+            assert [(sources.place(a), targets.place(b)) for a, b in part] == [
+                ((source, a), (target, b)) for a, b in right
+            ]
+
+
+def test_a_landing_takes_from_one_data_rank_only() -> None:
+    cache = KVCache(1, 4, 4, 2, 8)
+    own = [route for route in routes(2, 2, 1) if route.target == 0]
+    landing = Landing(cache, Key("r"), "prefill", own, [1, 2], 0, 6)
+    slab = torch.ones(1, 2, 3, 1, 8)
+    assert landing.write(slab, (1, 0), 0, 3, (0, 1))
+    assert landing.write(slab, (1, 1), 0, 3, (0, 1))
+    with pytest.raises(TransferCorrupt, match="data rank 0 where the first came from 1"):
+        landing.write(slab, (0, 0), 3, 3, (0, 1))
+    assert cache.k[0][1, :3].eq(1).all()
+    assert cache.k[0][1, 3].eq(0).all()
+
+
 def test_pieces_of_some_heads_fill_messages() -> None:
     layout = KVLayout(layers=3, kv_heads=4, head_dim=8, block_size=16, dtype="float32")
     assert token_bytes(layout, 2) * 2 == layout.token_bytes
@@ -71,26 +106,28 @@ def test_an_expert_table_holds_each_expert_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ranks", "spread", "numbers"),
+    ("sizes", "grid", "spread", "numbers"),
     [
-        (ModelSizes(9, 3, 1536), 2, False, ("2", "9")),
-        (ModelSizes(12, 3, 96), 2, False, ("2", "3 KV heads")),
-        (ModelSizes(8, 2, 81), 2, False, ("2", "81")),
-        (ModelSizes(8, 8, 96, 4, 97), 2, False, ("2", "97")),
-        (ModelSizes(8, 8, 96, 4, 97), 8, True, ("8", "4 experts")),
-        (ModelSizes(8, 8, 96), 2, True, ("none",)),
+        (ModelSizes(9, 3, 1536), Grid(1, 2), False, ("2", "9")),
+        (ModelSizes(12, 3, 96), Grid(1, 2), False, ("2", "3 KV heads")),
+        (ModelSizes(8, 2, 81), Grid(1, 2), False, ("2", "81")),
+        (ModelSizes(8, 8, 96, 4, 97), Grid(1, 2), False, ("2", "97")),
+        (ModelSizes(8, 8, 96, 4, 97), Grid(1, 8), True, ("8", "4 experts")),
+        (ModelSizes(8, 8, 96, 4, 97), Grid(4, 2), True, ("4 experts", "4 × 2 = 8 ranks")),
+        (ModelSizes(9, 3, 1536), Grid(2, 2), False, ("Each data rank of", "2 ranks", "9")),
+        (ModelSizes(8, 8, 96), Grid(1, 2), True, ("none",)),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused(
-    sizes: ModelSizes, ranks: int, spread: bool, numbers: tuple[str, ...]
+    sizes: ModelSizes, grid: Grid, spread: bool, numbers: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigInvalid) as refused:
-        refuse_bad_layout(sizes, ranks, spread, "decode-0")
+        refuse_bad_layout(sizes, grid, spread, "decode-0")
     for number in ("decode-0", *numbers):
         assert number in str(refused.value)
 
 
 def test_layouts_that_divide() -> None:
     for ranks in (1, 3, 9):
-        refuse_bad_layout(ModelSizes(9, 3, 1539), ranks, False)
-    refuse_bad_layout(ModelSizes(8, 2, 96, 6, 97), 4, True)
+        refuse_bad_layout(ModelSizes(9, 3, 1539), Grid(1, ranks), False)
+    refuse_bad_layout(ModelSizes(8, 2, 96, 6, 97), Grid(1, 4), True)

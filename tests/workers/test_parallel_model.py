@@ -13,10 +13,10 @@ from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.loader import load
 from diptych.workers.model.parameters import cut, parameters
 from diptych.workers.parallel.group import Group
-from diptych.workers.parallel.layout import ExpertTable, Shard
+from diptych.workers.parallel.layout import ExpertTable, Grid, Shard
 from tests.support.families import FAMILIES, Tiny, make_tiny
 from tests.support.paged import Driver
-from tests.support.ranks import decoder_of, run_ranks, shard_of
+from tests.support.ranks import decoder_of, grid_decoder_of, run_ranks, shard_of
 
 _PROMPTS = [list(range(3, 26)), [5, 9, 13, 17, 21], [44]]
 _COUNT = 4
@@ -148,3 +148,57 @@ def test_bytes_a_step_follow_the_formula(tinies: dict[str, Tiny], size: int) -> 
     one_sum = 2 * (size - 1) * (tokens * config.hidden * 4) // size
     due = (1 + 2 * config.layers) * one_sum + (size - 1) * rows * width * 4
     assert run_ranks(size, _traffic, tinies["llama2"].folder) == [due] * size
+
+
+_WORK = [(_PROMPTS[0], _PROMPTS[1]), (_PROMPTS[2], None), (None, _PROMPTS[0])]
+
+
+def _data_ranks(group: Group, grid: Grid, cases: list[tuple[Path, bool]]) -> list[list[Tensor | None]]:
+    """Logits of this data rank's prompts, in chunks of 8; it idles while the others have more chunks."""
+    own, _ = grid.place(group.rank)
+    found = []
+    for folder, spread in cases:
+        decoder = grid_decoder_of(group, grid, folder, spread)
+        logits: list[Tensor | None] = []
+        for prompts in _WORK:
+            prompt = prompts[own]
+            steps = [-(-len(prompt) // 8) if prompt else 0 for prompt in prompts]
+            logits.append(Driver(decoder, block_size=4, scattered=True).logits(prompt, chunk=8) if prompt else None)
+            for _ in range(max(steps) - steps[own]):
+                decoder.idle()
+        found.append(logits)
+    return found
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 1), Grid(2, 2)])
+def test_parity_of_data_ranks(tinies: dict[str, Tiny], grid: Grid) -> None:
+    """Prompts of unlike lengths beside each other, and beside nothing; dense, experts sliced, experts spread."""
+    names = [("llama2", False), ("mixtral", False), ("mixtral", True), ("qwen3_moe, a dense layer", True)]
+    ranks = run_ranks(grid.ranks, _data_ranks, grid, [(tinies[name].folder, spread) for name, spread in names])
+    for index, (name, spread) in enumerate(names):
+        tiny = tinies[name]
+        for turn, prompts in enumerate(_WORK):
+            for rank, found in enumerate(ranks):
+                prompt, logits = prompts[grid.place(rank)[0]], found[index][turn]
+                if prompt is None:
+                    assert logits is None
+                    continue
+                exact, theirs = _of(tiny.exact, prompt), _of(tiny.theirs, prompt)
+                allowed = 4 * (theirs.double() - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
+                assert (logits.double() - exact).abs().max() <= allowed, (name, spread, rank)
+                first = ranks[grid.members(grid.place(rank)[0]).start][index][turn]
+                assert torch.equal(logits, first)
+
+
+def _data_traffic(group: Group, grid: Grid, folder: Path, spread: bool) -> int:
+    """Bytes that a rank sends to other data ranks in a step that both have part in."""
+    decoder = grid_decoder_of(group, grid, folder, spread)
+    driver = Driver(decoder, block_size=4)
+    group.traffic.bytes = 0
+    decoder.logits(driver.prefill(_PROMPTS[0], driver.blocks_for(len(_PROMPTS[0]))))
+    return group.traffic.bytes
+
+
+def test_replicas_of_a_dense_model_and_sliced_experts_exchange_nothing(tinies: dict[str, Tiny]) -> None:
+    for name in ("llama2", "mixtral"):
+        assert run_ranks(2, _data_traffic, Grid(2, 1), tinies[name].folder, False) == [0, 0]

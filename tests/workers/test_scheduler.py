@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diptych.contract.request import Key, Request, Stopping
-from diptych.workers.blocks import BlockPool
+from diptych.workers.blocks import BlockPool, changes
 from diptych.workers.scheduler import Scheduler, Step
 from diptych.workers.sequence import Sequence, State
 
@@ -11,7 +11,11 @@ SIZE = 4
 
 
 def make(blocks: int, max_batch: int = 8, budget: int = 64, revocable: bool = True) -> Scheduler:
-    return Scheduler(BlockPool(blocks, SIZE), max_batch, budget, lambda seq: revocable)
+    return Scheduler([BlockPool(blocks, SIZE)], max_batch, budget, lambda seq: revocable)
+
+
+def lanes(count: int, blocks: int, max_batch: int = 8, budget: int = 64) -> Scheduler:
+    return Scheduler([BlockPool(blocks, SIZE) for _ in range(count)], max_batch, budget)
 
 
 def sequence(name: str, prompt: int, tokens: int, base: int = 0) -> Sequence:
@@ -32,7 +36,7 @@ def commit(scheduler: Scheduler, step: Step) -> None:
 
 def finish(scheduler: Scheduler, seq: Sequence) -> None:
     scheduler.remove(seq)
-    scheduler.pool.release(seq.blocks)
+    scheduler.lane(seq).pool.release(seq.blocks)
     seq.blocks = []
 
 
@@ -83,7 +87,7 @@ def test_the_youngest_reservation_goes_before_a_running_sequence() -> None:
     assert revoked[0] is granted[-1], "the youngest"
     assert revoked[0].state in (State.WAITING, State.RUNNING), "it is prefilled here, as soon as there is room"
     assert running.state is State.RUNNING
-    scheduler.pool.check_integrity([seq.blocks for seq in (running, first, second)])
+    scheduler.lanes[0].pool.check_integrity([seq.blocks for seq in (running, first, second)])
 
 
 def test_a_victim_with_a_step_in_flight_does_not_start_again_in_the_same_turn() -> None:
@@ -100,7 +104,7 @@ def test_a_victim_with_a_step_in_flight_does_not_start_again_in_the_same_turn() 
     assert first is not None
     assert young in [row.seq for row in first.rows]
     assert young.in_flight == 1
-    scheduler._make_room(preempted := [], [])
+    scheduler._make_room(scheduler.lanes[0], preempted := [], [])
     assert preempted == [young]
     second = scheduler.schedule()
     assert second is None or young not in [row.seq for row in second.rows]
@@ -113,7 +117,7 @@ def test_a_whole_prompt_in_the_cache_is_computed_in_a_block_of_its_own() -> None
     first = sequence("first", 8, 4)
     scheduler.reserve(first)
     list(scheduler.grants())
-    first.publish(scheduler.pool.publish, 8)
+    first.publish(scheduler.lanes[0].pool.publish, 8)
     shared = list(first.blocks[:2])
     second = sequence("second", 8, 4)
     scheduler.reserve(second)
@@ -126,7 +130,7 @@ def test_a_whole_prompt_in_the_cache_is_computed_in_a_block_of_its_own() -> None
     step = scheduler.schedule()
     assert step is not None
     assert [(row.start, row.count, row.sample) for row in step.rows if row.seq is second] == [(4, 4, True)]
-    scheduler.pool.check_integrity([first.blocks, second.blocks])
+    scheduler.lanes[0].pool.check_integrity([first.blocks, second.blocks])
 
 
 def test_a_small_one_passes_a_large_one_a_bounded_number_of_times() -> None:
@@ -141,9 +145,75 @@ def test_a_small_one_passes_a_large_one_a_bounded_number_of_times() -> None:
         scheduler.reserve(small)
         for seq in list(scheduler.grants()):
             passed += 1
-            scheduler.reserved.remove(seq)
             finish(scheduler, seq)
     assert passed == 4
-    scheduler.reserved.remove(blocker)
     finish(scheduler, blocker)
     assert next(iter(scheduler.grants())) is large
+
+
+def test_new_sequences_go_where_least_is_to_be_computed() -> None:
+    scheduler = lanes(2, blocks=64, budget=16)
+    made = [sequence(name, prompt, 4, 1000 * n) for n, (name, prompt) in enumerate([("a", 40), ("b", 4), ("c", 4)])]
+    for seq in made:
+        scheduler.enqueue(seq)
+    step = scheduler.schedule()
+    assert step is not None
+    assert [(row.seq, row.seq.data_rank, row.count) for row in step.rows] == [
+        (made[0], 0, 16),
+        (made[1], 1, 4),
+        (made[2], 1, 4),
+    ], "rows stand in the order of data ranks, and each has a budget of its own"
+
+
+def test_a_prefix_is_looked_for_where_it_is_until_that_batch_is_too_long() -> None:
+    scheduler = lanes(2, blocks=256)
+    first = sequence("first", 9, 40)
+    scheduler.reserve(first)
+    list(scheduler.grants())
+    arrive(scheduler, first)
+    first.publish(scheduler.lane(first).pool.publish, 8)
+    followed = []
+    for n in range(4):
+        other = sequence(f"other-{n}", 9, 40)
+        scheduler.reserve(other)
+        assert list(scheduler.grants()) == [other]
+        followed.append((other.data_rank, other.held))
+    assert followed == [(0, 8), (0, 8), (1, 0), (0, 8)]
+
+
+def test_a_victim_of_one_data_rank_starts_again_at_another_with_room() -> None:
+    """The pool that it left is full of those that stayed."""
+    scheduler = lanes(2, blocks=8)
+    old, young, third = sequence("old", 12, 16), sequence("young", 12, 16, 100), sequence("third", 28, 2, 200)
+    scheduler.reserve(third)
+    list(scheduler.grants())
+    arrive(scheduler, third)
+    for seq in (old, young):
+        scheduler.reserve(seq)
+        list(scheduler.grants())
+        arrive(scheduler, seq)
+    assert (third.data_rank, old.data_rank, young.data_rank) == (0, 1, 1)
+    preempted: list[Sequence] = []
+    while young.state is not State.ENDED:
+        step = scheduler.schedule()
+        assert step is not None
+        preempted += step.preempted
+        commit(scheduler, step)
+        for lane in scheduler.lanes:
+            lane.pool.check_integrity([seq.blocks for seq in lane.running])
+    assert preempted == [young]
+    assert (old.data_rank, young.data_rank) == (1, 0)
+
+
+def test_what_one_data_rank_loses_and_another_holds_is_not_lost() -> None:
+    pools = [BlockPool(4, SIZE), BlockPool(4, SIZE)]
+    for pool in pools:
+        taken = pool.allocate(1)
+        assert taken is not None
+        pool.publish(taken[0], b"both")
+        pool.release(taken)
+    assert changes(pools) == ((b"both",), ())
+    pools[0].drop_cache()
+    assert changes(pools) == ((b"both",), ())
+    pools[1].drop_cache()
+    assert changes(pools) == ((), (b"both",))

@@ -64,18 +64,21 @@ class Decoder:
         group: Group | None = None,
         shard: Shard = WHOLE,
         max_positions: int | None = None,
+        everyone: Group | None = None,
     ) -> None:
         """Takes `weights` over and empties it, so that no plain copy outlives its packed one.
 
-        group, shard: of this rank; `weights` are what the shard holds. max_positions: the longest context to prepare
-        for; the model's own by default.
+        group: the ranks that share this one's tokens. shard: this rank's; `weights` are what it holds. max_positions:
+        the longest context to prepare for; the model's own by default. everyone: all ranks, over which experts are
+        spread; `group` by default.
         """
         self.config = config
         table = weights.pop("embedding")
         head = pack_weight(table if config.tied else weights.pop("head"))
         self.embedding = Embedding(table, group)
         self.head = Head(weights.pop("norm"), config.eps, head, config.vocab, group)
-        self.layers = tuple(_layer(weights, config, index, group, shard) for index in range(config.layers))
+        groups = (group, everyone or group)
+        self.layers = tuple(_layer(weights, config, index, groups, shard) for index in range(config.layers))
         self.rope = config.rope.tables(max_positions or config.max_positions, self.device)
         self.scale = config.head_dim**-0.5
         self.heads = len(even(config.heads, shard.rank, shard.ranks))
@@ -98,6 +101,14 @@ class Decoder:
             x = self._attention(x, index, layer, batch, cache)
             x = self._feed_forward(x, layer)
         return x
+
+    @torch.inference_mode()
+    def idle(self) -> None:
+        """Takes part, with no token of its own, in a step in which other data ranks have some."""
+        nothing = self.embedding.weight.new_empty((0, self.config.hidden))
+        for layer in self.layers:
+            if isinstance(layer.experts, SpreadExperts):
+                layer.experts(nothing)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -147,8 +158,12 @@ class Decoder:
         return x + layer.experts(rms_norm(x, layer.mlp_norm, config.eps))
 
 
-def _layer(weights: Weights, config: ModelConfig, index: int, group: Group | None, shard: Shard) -> Layer:
-    prefix = f"layers.{index}."
+Groups = tuple[Group | None, Group | None]
+"""The ranks that share this one's tokens, and all."""
+
+
+def _layer(weights: Weights, config: ModelConfig, index: int, groups: Groups, shard: Shard) -> Layer:
+    prefix, group = f"layers.{index}.", groups[0]
     own = {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}
     layer = Layer(
         attention_norm=own.pop("attention_norm"),
@@ -160,19 +175,20 @@ def _layer(weights: Weights, config: ModelConfig, index: int, group: Group | Non
         mlp_norm=own.pop("mlp_norm"),
         gate_up=pack_weight(own.pop("gate_up")) if "gate_up" in own else None,
         down=RowLinear(pack_weight(own.pop("down")), None, group) if "down" in own else None,
-        experts=_mixture(own, config, group, shard) if "router" in own else None,
+        experts=_mixture(own, config, groups, shard) if "router" in own else None,
     )
     assert not own, f"unused weights: {sorted(own)}"
     return layer
 
 
-def _mixture(own: Weights, config: ModelConfig, group: Group | None, shard: Shard) -> Mixture:
+def _mixture(own: Weights, config: ModelConfig, groups: Groups, shard: Shard) -> Mixture:
     assert config.moe is not None
+    (group, everyone), moe = groups, config.moe
     router = pack_weight(own.pop("router"))
     gate_up, down = _pack_experts(own.pop("experts_gate_up")), _pack_experts(own.pop("experts_down"))
-    if shard.experts is not None and group is not None:
-        return SpreadExperts(router, gate_up, down, config.moe.top_k, config.moe.normalise, shard.experts, group)
-    return SlicedExperts(router, gate_up, down, config.moe.top_k, config.moe.normalise, group)
+    if shard.experts is not None and everyone is not None:
+        return SpreadExperts(router, gate_up, down, moe.top_k, moe.normalise, shard.experts, everyone, group)
+    return SlicedExperts(router, gate_up, down, moe.top_k, moe.normalise, group)
 
 
 def _pack_experts(weights: Tensor) -> Experts:

@@ -69,8 +69,8 @@ def cut(parameter: Parameter, shard: Shard) -> Cut:
     sources = {part.source: part for part in (*parameter.parts, *parameter.instead)}
     along = parameter.shard if shard.ranks > 1 else None
     ranges = [share(shard) for share in parameter.shares] if along is not None else []
-    if shard.experts is not None and parameter.kind == "experts":
-        along, ranges = 0, [range(expert, expert + 1) for expert in shard.experts.held(shard.rank)]
+    if shard.held is not None and parameter.kind == "experts":
+        along, ranges = 0, [range(expert, expert + 1) for expert in shard.held]
     shape = list(parameter.shape)
     if along is None:
         along, ranges = 0, [range(parameter.shape[0])]

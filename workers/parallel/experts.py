@@ -1,11 +1,13 @@
 """Experts divided over a group's ranks: each token travels to the ranks that hold its experts, and their sum back.
 
-The ranks' attention leaves every token at every rank, so they divide the tokens among themselves first. A rank then
-routes its own, sends each once to every rank that holds any of its experts (never twice, never where it is not needed),
-computes what came, sends the weighed sums back, adds up what returns, and all ranks gather the whole. No token is
-dropped, whatever the routing; a rank may have no token and an expert none or all.
+Attention leaves every token of a data rank at each of its ranks, so they divide the tokens among themselves first. A
+rank then routes its own, sends each once to every rank of the whole group that holds any of its experts (never twice,
+never where it is not needed), computes what came, sends the weighed sums back, adds up what returns, and the ranks of a
+data rank gather its whole. No token is dropped, whatever the routing; a rank may have no token and an expert none or
+all.
 
     counts ─gather─▶ tokens, choices ─exchange─▶ experts ─exchange─▶ sum ─gather─▶
+    all ranks        all ranks                   all ranks                one data rank's
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ class SpreadExperts:
         normalise: bool,
         table: ExpertTable,
         group: Group,
+        sharing: Group | None,
     ) -> None:
-        """gate_up, down: of the experts that `table` gives this rank, in the table's order."""
+        """gate_up, down: of the experts that `table` gives this rank, in the table's order. group: of all ranks.
+        sharing: of those that hold the same tokens; None for this rank alone."""
         self.router, self.gate_up, self.down = router, gate_up, down
-        self.top_k, self.normalise, self.table, self.group = top_k, normalise, table, group
+        self.top_k, self.normalise, self.table, self.group, self.sharing = top_k, normalise, table, group, sharing
         device = gate_up[0].device
         self._owner = torch.tensor(table.owners, device=device)
         self._place = torch.empty(len(table.owners), dtype=torch.int64, device=device)
@@ -57,11 +61,14 @@ class SpreadExperts:
         self.computed = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        share = padded_share(len(x), self.group.rank, self.group.size)
+        """x: [T, H], the same at all ranks that share them; T may differ between data ranks, and be zero."""
+        if self.sharing is None:
+            return self._mix(x)
+        share = padded_share(len(x), self.sharing.rank, self.sharing.size)
         own = x[share.start : share.stop]
         summed = own.new_zeros((len(share), x.shape[1]))
         summed[: len(own)] = self._mix(own)
-        return self.group.gather(summed).flatten(0, 1)[: len(x)]
+        return self.sharing.gather(summed).flatten(0, 1)[: len(x)]
 
     def _mix(self, own: Tensor) -> Tensor:
         weights, experts = route(own, self.router, self.top_k, self.normalise)

@@ -1,7 +1,8 @@
 """The loop of every rank but the first: takes orders and carries them out, until the first rank is gone.
 
-Keeps of each sequence what a runner reads (tokens, block table, what its draw asks for) and nothing else. It draws the
-same tokens as the first rank, from the same logits, and so need not be told them.
+Keeps of each sequence what a runner reads (tokens, block table, what its draw asks for) and nothing else. The ranks
+that share a data rank draw the same tokens from the same logits, and so need not be told them. Of those that share
+another data rank than the group's first rank does, the first one answers with what they drew.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections import deque
 from diptych.contract.errors import Internal
 from diptych.workers.parallel.orders import (
     AbandonOrder,
+    Answer,
     CloseOrder,
+    CommitOrder,
     ExpectOrder,
     FinishOrder,
     Line,
@@ -33,8 +36,9 @@ log = logging.getLogger("diptych.follower")
 class Follower:
     """One rank. `run` returns when the first rank is gone; it raises when this rank cannot stay in step."""
 
-    def __init__(self, runner: Runner, line: Line, links: Links) -> None:
-        self.runner, self.line, self.links = runner, line, links
+    def __init__(self, runner: Runner, line: Line, links: Links, answers: bool = False) -> None:
+        """answers: the first rank must be told what is drawn here."""
+        self.runner, self.line, self.links, self.answers = runner, line, links, answers
         self.sequences: dict[int, Sequence] = {}
         self._launched: deque[Launched] = deque()
         self._drawn: list[int] = []
@@ -49,6 +53,8 @@ class Follower:
     def obey(self, order: Order) -> None:
         if isinstance(order, StepOrder):
             self._step(order)
+        elif isinstance(order, CommitOrder):
+            self._commit(order.ahead)
         elif isinstance(order, PeersOrder):
             self.links.reconcile(order.workers)
         elif isinstance(order, ExpectOrder):
@@ -76,6 +82,7 @@ class Follower:
             self.sequences[opened.handle] = seq
         rows = tuple(self._row(row) for row in order.rows)
         self._launched.append(self.runner.launch(Step(order.number, rows)))
+        self._commit(order.keep)
 
     def _row(self, order: RowOrder) -> Row:
         seq = self.sequences[order.handle]
@@ -91,3 +98,6 @@ class Follower:
                     token = next(drawn).token
                     row.seq.tokens.append(token)
                     self._drawn.append(token)
+            if self.answers:
+                told = tuple((drawn.token, drawn.logprob) for drawn in launch.drawn)
+                self.line.send(Answer(launch.step.number, told, launch.prompt))

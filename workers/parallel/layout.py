@@ -1,12 +1,18 @@
 """Who holds what in a group of ranks: heads, rows of products, experts. Pure: no tensors, no processes.
 
-Ranks divide query heads evenly. KV heads are divided evenly too, or, when there are more ranks than heads, each is held
-by several ranks. The vocabulary is divided into slices of one length, of which the last may stand out over its end.
+A group is a grid of `data` × `tensor` ranks. The `tensor` ranks of one data rank share the model and one part of the
+batch; data ranks have a whole model each, and sequences and blocks of their own. Experts are sliced over the ranks of a
+data rank, or spread whole over all ranks of the group.
+
+Ranks of a data rank divide query heads evenly. KV heads are divided evenly too, or, when there are more ranks than
+heads, each is held by several ranks. The vocabulary is divided into slices of one length, of which the last may stand
+out over its end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from diptych.contract.errors import ConfigInvalid
 
@@ -23,14 +29,40 @@ class ModelSizes:
     expert_width: int = 0
 
 
-def refuse_bad_layout(sizes: ModelSizes, ranks: int, spread_experts: bool, name: str = "A group") -> None:
-    """Raises `ConfigInvalid` with the numbers when `ranks` ranks cannot divide such a model."""
+class Grid(NamedTuple):
+    """The ranks of a group, numbered data rank after data rank."""
+
+    data: int = 1
+    tensor: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor
+
+    @property
+    def text(self) -> str:
+        return f"{self.data} × {self.tensor} = {self.ranks} ranks" if self.data > 1 else f"{self.ranks} ranks"
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The rank's (data rank, place among the ranks that share it)."""
+        return divmod(rank, self.tensor)
+
+    def members(self, data_rank: int) -> range:
+        """The ranks that share a data rank."""
+        return range(data_rank * self.tensor, (data_rank + 1) * self.tensor)
+
+
+def refuse_bad_layout(sizes: ModelSizes, grid: Grid, spread_experts: bool, name: str = "A group") -> None:
+    """Raises `ConfigInvalid` with the numbers when the ranks of `grid` cannot divide such a model."""
     if spread_experts and not sizes.experts:
         raise ConfigInvalid(f"{name} is to spread experts over its ranks, but the model has none.")
-    if spread_experts and sizes.experts < ranks:
-        raise ConfigInvalid(f"{name} cannot spread {sizes.experts} experts over {ranks} ranks.")
+    if spread_experts and sizes.experts < grid.ranks:
+        raise ConfigInvalid(f"{name} cannot spread {sizes.experts} experts over {grid.text}.")
+    ranks = grid.tensor
     if ranks == 1:
         return
+    if grid.data > 1:
+        name = f"Each data rank of {name}"
     if sizes.heads % ranks:
         raise ConfigInvalid(f"{name} of {ranks} ranks cannot divide the model's {sizes.heads} attention heads.")
     if sizes.kv_heads % ranks and ranks % sizes.kv_heads:
@@ -83,12 +115,18 @@ class ExpertTable:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's place in a group. experts: how whole experts are spread; None where each rank holds a slice of every
-    expert."""
+    """One rank's place: `rank` of the `ranks` that share data rank `data_rank`. experts: how whole experts are spread
+    over the whole group; None where each rank holds a slice of every expert."""
 
     rank: int = 0
     ranks: int = 1
     experts: ExpertTable | None = None
+    data_rank: int = 0
+
+    @property
+    def held(self) -> tuple[int, ...] | None:
+        """The whole experts that it holds, where they are spread."""
+        return self.experts.held(self.data_rank * self.ranks + self.rank) if self.experts else None
 
 
 WHOLE = Shard()

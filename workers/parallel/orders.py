@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from diptych.contract.request import Key, Request
-from diptych.contract.wire import WorkerInfo
+from diptych.contract.wire import Logprob, WorkerInfo
 from diptych.workers.channel import frame
 from diptych.workers.transfer.events import Event
+from diptych.workers.transfer.links import Peer
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -48,15 +49,23 @@ class RowOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOrder(msgspec.Struct, frozen=True, tag=True):
-    """Commit launched steps until `ahead` are left, forget `closed`, launch this one. drawn: all tokens of the steps
-    that the first rank committed since the last order; a rank that drew others must not go on."""
+    """A data rank's part of a step, perhaps empty. Commit launched steps until `ahead` are left, forget `closed`,
+    launch this one, commit until `keep` are left. drawn: all tokens of this data rank in the steps that the first rank
+    committed since the last order; a rank that drew others must not go on."""
 
     number: int
     ahead: int
+    keep: int
     drawn: tuple[int, ...]
     opened: tuple[Opened, ...]
     closed: tuple[int, ...]
     rows: tuple[RowOrder, ...]
+
+
+class CommitOrder(msgspec.Struct, frozen=True, tag=True):
+    """Commit launched steps until `ahead` are left: the first rank waits for what they drew."""
+
+    ahead: int
 
 
 class PeersOrder(msgspec.Struct, frozen=True, tag=True):
@@ -82,10 +91,10 @@ class CloseOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendOrder(msgspec.Struct, frozen=True, tag=True):
-    """Send tokens [first, end) of these blocks to a decode worker; the steps that computed them are committed when
-    `ahead` launched ones are left. (prefill)"""
+    """Send tokens [first, end) of these blocks to a decode worker's data rank; the steps that computed them are
+    committed when `ahead` launched ones are left. (prefill)"""
 
-    peer: str
+    peer: Peer
     key: Key
     blocks: tuple[int, ...]
     first: int
@@ -94,7 +103,7 @@ class SendOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class FinishOrder(msgspec.Struct, frozen=True, tag=True):
-    peer: str
+    peer: Peer
     key: Key
     total: int
     first_token: int
@@ -103,13 +112,13 @@ class FinishOrder(msgspec.Struct, frozen=True, tag=True):
 class AbandonOrder(msgspec.Struct, frozen=True, tag=True):
     """What is queued for the key is skipped (prefill)."""
 
-    peer: str
+    peer: Peer
     key: Key
     code: str
     message: str
 
 
-Order = Join | StepOrder | PeersOrder | ExpectOrder | CloseOrder | SendOrder | FinishOrder | AbandonOrder
+Order = Join | StepOrder | CommitOrder | PeersOrder | ExpectOrder | CloseOrder | SendOrder | FinishOrder | AbandonOrder
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
@@ -118,8 +127,16 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     event: Event
 
 
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """What the first rank of another data rank drew in its part of a step. prompt: by the part's rows."""
+
+    number: int
+    drawn: tuple[tuple[int, Logprob | None], ...]
+    prompt: dict[int, list[Logprob]]
+
+
 _orders = msgspec.msgpack.Decoder(Order)
-_told = msgspec.msgpack.Decoder(Told)
+_told = msgspec.msgpack.Decoder(Told | Answer)
 
 
 class Line:
@@ -147,9 +164,10 @@ class Line:
         found: Order = _orders.decode(self._frame())
         return found
 
-    def told(self) -> Event:
-        """The next report; blocks. Raises EOFError when the rank is gone."""
-        return _told.decode(self._frame()).event
+    def told(self) -> Told | Answer:
+        """What the rank says next; blocks. Raises EOFError when the rank is gone."""
+        found: Told | Answer = _told.decode(self._frame())
+        return found
 
     def report(self, event: Event) -> None:
         """Tells the first rank what a link reported. When that rank is gone nobody needs it any more."""

@@ -27,11 +27,12 @@ from diptych.contract.errors import (
 )
 from diptych.contract.request import Key
 from diptych.contract.wire import PROTOCOL
+from diptych.workers.parallel.layout import Grid
 
 
 class LinkHello(msgspec.Struct, frozen=True, tag=True):
-    """The sender's first message. pair: unique name of the group to be made. source, target: the ranks at its ends, of
-    groups of `sources` and `targets` ranks."""
+    """The sender's first message. pair: unique name of the group to be made. source, target: the ranks at its ends, in
+    groups whose ranks are `sources` and `targets`."""
 
     pair: str
     sender: str
@@ -40,9 +41,9 @@ class LinkHello(msgspec.Struct, frozen=True, tag=True):
     transport: str
     nonce: bytes
     source: int = 0
-    sources: int = 1
+    sources: Grid = Grid()
     target: int = 0
-    targets: int = 1
+    targets: Grid = Grid()
     protocol: int = PROTOCOL
 
 

@@ -1,6 +1,7 @@
 """What link threads report, as plain data: it stays in the rank's own process or travels to the group's first rank.
 
-A link is named by its two workers and by the ranks at its ends: `source` at prefill, `target` at decode.
+A link is named by its two workers and by the ranks at its ends, counted over all data ranks of a worker: `source` at
+prefill, `target` at decode.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import msgspec
 
 from diptych.contract.errors import DiptychError, from_wire
 from diptych.contract.request import Key
+from diptych.workers.parallel.layout import Grid
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -83,11 +85,11 @@ class SendClosed(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerUp(msgspec.Struct, frozen=True, tag=True):
-    """At decode: a link from rank `source` of a prefill worker's `sources` is ready."""
+    """At decode: a link from rank `source` of a prefill worker, whose ranks are `sources`, is ready."""
 
     peer: str
     source: int
-    sources: int
+    sources: Grid
     target: int
 
 
@@ -109,6 +111,13 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """At decode, of data ranks other than the first: the first KV of a request has come to this rank."""
+
+    key: Key
+    target: int
+
+
 class Forsaken(msgspec.Struct, frozen=True, tag=True):
     """At decode: a sender gave a request up, or what came was not what was due."""
 
@@ -116,4 +125,4 @@ class Forsaken(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-Event = LinkUp | LinkDown | SendClosed | PeerUp | PeerDown | Arrived | Forsaken
+Event = LinkUp | LinkDown | SendClosed | PeerUp | PeerDown | Begun | Arrived | Forsaken

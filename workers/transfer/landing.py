@@ -32,7 +32,10 @@ class _Part:
 
 
 class Landing:
-    """The blocks of one reserved sequence at this rank: tokens [held, total) are due from each route that ends here."""
+    """The blocks of one reserved sequence at this rank: tokens [held, total) are due from each route that ends here.
+    All come from one data rank of the sender, the first that brings something.
+
+    Links are named as (data rank, rank within it) of their source."""
 
     def __init__(
         self, cache: KVCache, key: Key, sender: str, routes: Iterable[Route], blocks: list[int], held: int, total: int
@@ -42,6 +45,7 @@ class Landing:
         self.sender = sender
         self.total = total
         self.stats = Stats()
+        self._from: int | None = None
         self._parts = {route.source: _Part(route, held) for route in routes}
         self._blocks = list(blocks)
         self._lock = Lock()
@@ -51,12 +55,12 @@ class Landing:
     def begun(self) -> bool:
         return self.stats.messages > 0
 
-    def write(self, slab: torch.Tensor, source: int, first: int, count: int, wire: tuple[int, int]) -> bool:
+    def write(self, slab: torch.Tensor, source: tuple[int, int], first: int, count: int, wire: tuple[int, int]) -> bool:
         """Copies one checked piece into its blocks; False when the landing is closed. wire: (start, end) in ns."""
         with self._lock:
             if not self._open:
                 return False
-            part = self._parts[source]
+            part = self._part(source)
             if first != part.received or first + count > self.total:
                 raise TransferCorrupt(
                     f"Tokens {first} to {first + count} came where token {part.received} of {self.total} was due."
@@ -76,13 +80,21 @@ class Landing:
             stats.copy_ns += stats.last_ns - start
             return True
 
-    def finish(self, source: int, total: int, messages: int) -> bool:
+    def _part(self, source: tuple[int, int]) -> _Part:
+        data_rank, rank = source
+        if self._from is None:
+            self._from = data_rank
+        if data_rank != self._from:
+            raise TransferCorrupt(f"KV came from data rank {data_rank} where the first came from {self._from}.")
+        return self._parts[rank]
+
+    def finish(self, source: tuple[int, int], total: int, messages: int) -> bool:
         """A link has brought all of its part; True when it was the last one, and the landing is closed then. Raises
         `TransferCorrupt` when it was not all, `Cancelled` when nobody waits for it any more."""
         with self._lock:
             if not self._open:
                 raise Cancelled("Decode no longer waits for this request.")
-            part = self._parts[source]
+            part = self._part(source)
             due, got = (self.total, self.total, part.messages), (part.received, total, messages)
             if due != got:
                 raise TransferCorrupt(f"Decode holds (tokens, of, messages) {got} where {due} were due.")

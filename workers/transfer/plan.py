@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from diptych.workers.cache import KVLayout
-from diptych.workers.parallel.layout import kv_share
+from diptych.workers.parallel.layout import Grid, kv_share
 
 
 @dataclass(frozen=True)
 class Route:
-    """KV heads [head, head_end) of the model, held at rank `source` of prefill and wanted at rank `target` of decode;
-    `from_head` and `to_head`: where the first of them stands in either rank's cache."""
+    """KV heads [head, head_end) of the model, held at rank `source` of a prefill data rank and wanted at rank `target`
+    of a decode data rank, each counted within its data rank; `from_head` and `to_head`: where the first of them stands
+    in either rank's cache."""
 
     source: int
     target: int
@@ -27,7 +29,7 @@ class Route:
 
 
 def routes(kv_heads: int, sources: int, targets: int) -> tuple[Route, ...]:
-    """All links between a prefill group of `sources` ranks and a decode group of `targets`.
+    """All links between a data rank of prefill, of `sources` ranks, and one of decode, of `targets`.
 
     Every rank of decode gets each of its heads exactly once. Where several ranks of prefill hold a head, neighbouring
     ranks of decode take it from different ones.
@@ -44,6 +46,20 @@ def routes(kv_heads: int, sources: int, targets: int) -> tuple[Route, ...]:
             at = heads[0]
             found.append(Route(source, target, at, heads[-1] + 1, at - start, at - wanted.start))
     return tuple(found)
+
+
+def links(kv_heads: int, sources: Grid, targets: Grid) -> Iterator[tuple[int, int]]:
+    """All links between two groups, as their ranks in the group: every data rank of prefill may send to every one of
+    decode."""
+    for source in range(sources.data):
+        for target in range(targets.data):
+            yield from links_between(kv_heads, sources, targets, source, target)
+
+
+def links_between(kv_heads: int, sources: Grid, targets: Grid, source: int, target: int) -> Iterator[tuple[int, int]]:
+    """Those that carry a sequence from prefill's data rank `source` to decode's `target`."""
+    for route in routes(kv_heads, sources.tensor, targets.tensor):
+        yield sources.members(source)[route.source], targets.members(target)[route.target]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from diptych.contract.errors import (
 from diptych.contract.limits import Limits
 from diptych.contract.request import Key
 from diptych.workers.cache import KVLayout
+from diptych.workers.parallel.layout import Grid
 from diptych.workers.transfer.control import (
     Abandon,
     Accepted,
@@ -45,7 +46,7 @@ from diptych.workers.transfer.control import (
     Ready,
     answer,
 )
-from diptych.workers.transfer.events import Arrived, Event, Failure, Forsaken, PeerDown, PeerUp
+from diptych.workers.transfer.events import Arrived, Begun, Event, Failure, Forsaken, PeerDown, PeerUp
 from diptych.workers.transfer.landing import Landings
 from diptych.workers.transfer.pair import RECEIVER, Pair, Slots, Transport, host_store, make_pair
 from diptych.workers.transfer.plan import Route, Slice, routes, token_bytes
@@ -63,7 +64,8 @@ class Receiver(Thread):
         secret: bytes,
         epoch: str,
         digest: str,
-        place: tuple[int, int],
+        rank: int,
+        grid: Grid,
         kv_heads: int,
         layout: KVLayout,
         landings: Landings,
@@ -74,9 +76,9 @@ class Receiver(Thread):
         message_bytes: int,
         post: Callable[[Event], None],
     ) -> None:
-        """place: this rank, and of how many. kv_heads: of the model; layout: of this rank's cache."""
+        """rank: this one, of `grid`'s. kv_heads: of the model; layout: of this rank's cache."""
         super().__init__(name="link-listener", daemon=True)
-        (self.rank, self.ranks), self.kv_heads = place, kv_heads
+        self.rank, self.grid, self.kv_heads = rank, grid, kv_heads
         self.secret, self.epoch, self.digest, self.layout, self.landings = secret, epoch, digest, layout, landings
         self.host, self.limits, self.post = host, limits, post
         self.device, self.transport = device, transport
@@ -161,15 +163,20 @@ class ReceiveLink(Thread):
         self.control.write(LinkReady())
         self.control.limit = owner.limits.progress
         self.sender, self.source, self._sources = hello.sender, hello.source, hello.sources
+        self._place = hello.sources.place(hello.source)
+        self._far = owner.grid.place(owner.rank)[0] > 0  # the group's first rank has no landing of its own to look at
 
     def _route_of(self, hello: LinkHello) -> Route:
         owner = self.receiver
-        for route in routes(owner.kv_heads, hello.sources, owner.ranks):
-            if (route.source, route.target) == (hello.source, owner.rank) == (hello.source, hello.target):
-                return route
+        (_, source), (_, target) = hello.sources.place(hello.source), owner.grid.place(owner.rank)
+        if (hello.target, hello.targets) == (owner.rank, owner.grid) and hello.source < hello.sources.ranks:
+            for route in routes(owner.kv_heads, hello.sources.tensor, owner.grid.tensor):
+                if (route.source, route.target) == (source, target):
+                    return route
         raise LayoutMismatch(
-            f"Rank {hello.source} of {hello.sources} has nothing to send to rank {owner.rank} of {owner.ranks}, where"
-            f" it looked for rank {hello.target} of {hello.targets}; the model has {owner.kv_heads} KV heads."
+            f"Rank {hello.source} of {hello.sources.text} has nothing to send to rank {owner.rank} of"
+            f" {owner.grid.text}, where it looked for rank {hello.target} of {hello.targets.text}; the model has"
+            f" {owner.kv_heads} KV heads."
         )
 
     def _serve(self) -> None:
@@ -232,7 +239,10 @@ class ReceiveLink(Thread):
 
         def unpack(raw: torch.Tensor) -> bool:
             slab = raw.view(layout.torch_dtype).view(shape)
-            return landing.write(slab, self.source, piece.first, piece.count, wire)
+            begun, written = landing.begun, landing.write(slab, self._place, piece.first, piece.count, wire)
+            if written and not begun and self._far:
+                self.receiver.post(Begun(piece.key, self.receiver.rank))
+            return written
 
         try:
             if piece.bytes != due:
@@ -249,7 +259,7 @@ class ReceiveLink(Thread):
             self.control.write(Accepted(frame.key, "Cancelled", "Decode no longer waits for this request."))
             return
         try:
-            if landing.finish(self.source, frame.total, frame.pieces):
+            if landing.finish(self._place, frame.total, frame.pieces):
                 self.receiver.post(Arrived(frame.key, self.receiver.rank, frame.first_token, landing.stats))
         except DiptychError as error:
             landing.close()

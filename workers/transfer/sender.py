@@ -24,6 +24,7 @@ from diptych.contract.request import Key
 from diptych.contract.wire import WorkerInfo
 from diptych.kernels.pack import pack_tokens
 from diptych.workers.cache import KVCache
+from diptych.workers.parallel.layout import Grid
 from diptych.workers.transfer.control import (
     Abandon,
     Accepted,
@@ -96,7 +97,8 @@ class SendLink(Thread):
         digest: str,
         cache: KVCache,
         route: Route,
-        sizes: tuple[int, int],
+        ends: tuple[int, int],
+        grids: tuple[Grid, Grid],
         address: str,
         host: str,
         transport: Transport,
@@ -105,9 +107,11 @@ class SendLink(Thread):
         post: Callable[[LinkUp | LinkDown | SendClosed], None],
         delay_s: float = 0.0,
     ) -> None:
-        """route: what it carries between which ranks; sizes: of the two groups. address: the receiving rank's."""
-        super().__init__(name=f"send-{peer.id}-{route.target}", daemon=True)
-        self.route, self.sizes, self.address = route, sizes, address
+        """route: the heads that it carries. ends: the ranks that it connects, of `grids`. address: the receiving
+        rank's."""
+        super().__init__(name=f"send-{peer.id}-{ends[1]}", daemon=True)
+        self.route, self.grids, self.address = route, grids, address
+        self.source, self.target = ends
         self.peer, self.me, self.secret, self.digest = peer, me, secret, digest
         self.cache, self.host, self.limits, self.post, self.delay_s = cache, host, limits, post, delay_s
         self.message_bytes = max(message_bytes, token_bytes(cache.layout, route.heads))
@@ -136,7 +140,7 @@ class SendLink(Thread):
         error: DiptychError
         try:
             control = self._connect()
-            self.post(LinkUp(self.peer.id, self.route.source, self.route.target))
+            self.post(LinkUp(self.peer.id, self.source, self.target))
             self._serve(control)
         except DiptychError as failure:
             error = failure
@@ -149,7 +153,7 @@ class SendLink(Thread):
         if type(error) is TransferFailed:
             error = DecodeLost(f"The link to decode worker {self.peer.id} ended: {error}")
         self._fail_all(error)
-        self.post(LinkDown(self.peer.id, self.route.source, self.route.target, Failure.of(error)))
+        self.post(LinkDown(self.peer.id, self.source, self.target, Failure.of(error)))
 
     def _connect(self) -> Control:
         host, port = self.address.rsplit(":", 1)
@@ -159,7 +163,7 @@ class SendLink(Thread):
             raise TransferFailed(f"Decode worker {self.peer.id} at {self.address} does not answer: {error}.") from error
         control = self._control = Control(sock, self.limits.handshake)
         name = uuid.uuid4().hex
-        route, (sources, targets) = self.route, self.sizes
+        sources, targets = self.grids
         hello = LinkHello(
             name,
             self.me,
@@ -167,9 +171,9 @@ class SendLink(Thread):
             self.digest,
             self.transport,
             uuid.uuid4().bytes,
-            route.source,
+            self.source,
             sources,
-            route.target,
+            self.target,
             targets,
         )
         opened = knock(control, self.secret, hello)
@@ -294,7 +298,7 @@ class SendLink(Thread):
         if entry is not None:
             entry.stats.last_ns = monotonic_ns()
             failure = Failure.of(error) if error else None
-            self.post(SendClosed(key, self.route.source, self.route.target, failure, entry.stats))
+            self.post(SendClosed(key, self.source, self.target, failure, entry.stats))
 
     def _fail_all(self, error: DiptychError) -> None:
         self._drain_jobs()
