@@ -15,7 +15,7 @@ profile() { # seconds, shape, arguments…
   [ "$limit" -lt 15 ] && { echo "$shape: no time left" | tee -a "$out/profile.log"; return; }
   echo "== $shape, at most $limit s" | tee -a "$out/profile.log"
   local started=$SECONDS
-  timeout -k 8 "$limit" python3 -m benchmarks.anatomy "$shape" --device cuda --load-format dummy --threads 8 \
+  timeout -k 8 "$limit" python3 -m diptych.cli profile "$shape" --device cuda --load-format dummy --threads 8 \
     --out "$out/profile-${shape,,}.json" "$@" >>"$out/profile.log" 2>&1
   echo "== $shape: status $? after $((SECONDS - started)) s" | tee -a "$out/profile.log"
   tail -n 2 "$out/profile.log" | head -n 1 | cut -c 1-1500
