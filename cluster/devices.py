@@ -15,9 +15,9 @@ import msgspec
 
 from diptych.cluster.config import Group
 from diptych.contract.errors import ConfigInvalid
+from diptych.workers.parallel.layout import may_share_a_gpu
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"  # "1": ranks may share a GPU
 ASK_LIMIT = 10.0  # seconds for the driver to list its GPUs
 
 
@@ -39,7 +39,7 @@ def spread(groups: Sequence[Group], gpus: int | None = None) -> list[Group]:
     for group in groups:
         if group.settings.device == "cuda" and found:
             width = group.settings.grid.ranks
-            if width > found and os.environ.get(SHARED) != "1":
+            if width > found and not may_share_a_gpu():
                 raise ConfigInvalid(
                     f"{group.name} of {group.settings.grid.text} needs {width} GPUs, and this machine has {found}."
                 )

@@ -164,10 +164,6 @@ class BlockPool:
         self._evict(count)
         return count
 
-    def changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Digests (gained, lost) since the last call, netted out: none stands in both."""
-        return changes([self])
-
     def holds(self, digest: bytes) -> bool:
         """Whether `match` would find it."""
         return digest in self._by_digest

@@ -208,9 +208,6 @@ class Engine:
     def _sequence(self, request: Request, session: str) -> Sequence:
         return Sequence(request, session, self.pools[0].block_size, hashed=self.pools[0].prefix_cache)
 
-    def _pool(self, seq: Sequence) -> BlockPool:
-        return self.pools[seq.data_rank]
-
     def _refuse_what_never_fits(self, tokens: int, seq: Sequence) -> None:
         capacity = self.pools[0].num_blocks * self.pools[0].block_size
         if tokens > capacity:
@@ -268,7 +265,7 @@ class Engine:
         seq.computed = seq.prompt_len
         seq.target = seq.prompt_len
         seq.tokens.append(first_token)
-        seq.publish(self._pool(seq).publish, seq.prompt_len)
+        seq.publish(self.scheduler.lane(seq).pool.publish, seq.prompt_len)
         seq.close(telemetry.HANDOVER, monotonic_ns())
         self.scheduler.admit(seq)
 
@@ -318,7 +315,7 @@ class Engine:
             self._note_stage(seq, row.count > 1 or row.start + row.count <= seq.target, row.count, launch)
             seq.prompt_logprobs += launch.prompt.get(index, ())
             if seq.blocks:
-                seq.publish(self._pool(seq).publish, row.start + row.count)
+                seq.publish(self.scheduler.lane(seq).pool.publish, row.start + row.count)
             if token is not None:
                 self._draw(seq, token.token, (token.logprob,) if token.logprob is not None else ())
             elif seq.decode is not None and seq.request.stopping.max_tokens > 1:
@@ -398,7 +395,7 @@ class Engine:
     def _settle_blocks(self, seq: Sequence) -> None:
         if seq.state is State.ENDED and seq.in_flight == 0 and seq in self.lingering:
             self.lingering.remove(seq)
-            self._pool(seq).release(seq.blocks)
+            self.scheduler.lane(seq).pool.release(seq.blocks)
             seq.blocks = []
 
     def _sweep(self, now: int) -> None:

@@ -37,8 +37,8 @@ from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import dtype_of, load
 from diptych.workers.parallel.follow import Follower
-from diptych.workers.parallel.group import Group, join
-from diptych.workers.parallel.layout import ExpertTable, ModelSizes, Shard, kv_share, refuse_bad_layout
+from diptych.workers.parallel.group import Groups, join
+from diptych.workers.parallel.layout import ExpertTable, ModelSizes, Shard, kv_share, may_share_a_gpu, refuse_bad_layout
 from diptych.workers.parallel.lead import Followers, LeadingRunner
 from diptych.workers.parallel.orders import Join, Line
 from diptych.workers.runner import Runner
@@ -161,15 +161,6 @@ def build_follower(launch: Launch, channel: EngineChannel, line: Line) -> tuple[
     return follower, rank.up(links.address, links.transport)
 
 
-@dataclass(frozen=True)
-class Groups:
-    """A rank's collectives. sharing: with the ranks that share its data rank, None where it is the only one; everyone:
-    with all. The same one where there is one data rank."""
-
-    sharing: Group | None = None
-    everyone: Group | None = None
-
-
 def _join(launch: Launch, store: TCPStore) -> Groups:
     settings, grid = launch.settings, launch.settings.grid
     device = _device(settings, launch.rank)
@@ -192,7 +183,7 @@ def _device(settings: WorkerSettings, rank: int) -> str:
     if device.type != "cuda":
         return settings.device
     index, count = (device.index or 0) + rank, torch.cuda.device_count()
-    if index >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+    if index >= count and may_share_a_gpu():
         index = device.index or 0  # ranks that share a GPU, for tests on a host that has one
     if index >= count:
         raise ConfigInvalid(f"Rank {rank} of {settings.grid.text} needs GPU {index}, and this host has {count}.")

@@ -24,7 +24,7 @@ from diptych.kernels.rope_attention import rope_attention
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.loader import Weights
 from diptych.workers.parallel.experts import SpreadExperts
-from diptych.workers.parallel.group import Group
+from diptych.workers.parallel.group import Group, Groups
 from diptych.workers.parallel.layers import Embedding, Head, Mixture, RowLinear, SlicedExperts
 from diptych.workers.parallel.layout import WHOLE, Shard, even, kv_share
 
@@ -77,7 +77,7 @@ class Decoder:
         head = pack_weight(table if config.tied else weights.pop("head"))
         self.embedding = Embedding(table, group)
         self.head = Head(weights.pop("norm"), config.eps, head, config.vocab, group)
-        groups = (group, everyone or group)
+        groups = Groups(group, everyone or group)
         self.layers = tuple(_layer(weights, config, index, groups, shard) for index in range(config.layers))
         self.rope = config.rope.tables(max_positions or config.max_positions, self.device)
         self.scale = config.head_dim**-0.5
@@ -158,12 +158,8 @@ class Decoder:
         return x + layer.experts(rms_norm(x, layer.mlp_norm, config.eps))
 
 
-Groups = tuple[Group | None, Group | None]
-"""The ranks that share this one's tokens, and all."""
-
-
 def _layer(weights: Weights, config: ModelConfig, index: int, groups: Groups, shard: Shard) -> Layer:
-    prefix, group = f"layers.{index}.", groups[0]
+    prefix, group = f"layers.{index}.", groups.sharing
     own = {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}
     layer = Layer(
         attention_norm=own.pop("attention_norm"),

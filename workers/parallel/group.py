@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,14 @@ class Group:
         abort = getattr(self._backend, "abort", None)
         if abort is not None and self._backend.name() == "nccl":
             abort()
+
+
+class Groups(NamedTuple):
+    """A rank's collectives. sharing: with the ranks that share its data rank, None where it is the only one; everyone:
+    with all. The same one where there is one data rank."""
+
+    sharing: Group | None = None
+    everyone: Group | None = None
 
 
 def join(

@@ -11,6 +11,7 @@ out over its end.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +51,11 @@ class Grid(NamedTuple):
     def members(self, data_rank: int) -> range:
         """The ranks that share a data rank."""
         return range(data_rank * self.tensor, (data_rank + 1) * self.tensor)
+
+
+def may_share_a_gpu() -> bool:
+    """Whether ranks may run on one GPU, as NCCL's own switch says: for tests on a small host."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def refuse_bad_layout(sizes: ModelSizes, grid: Grid, spread_experts: bool, name: str = "A group") -> None:

@@ -36,7 +36,6 @@ class Followers:
         self.grid = grid or Grid(1, 1 + len(self.lines))
         self.limit = limit
         self.ahead = 0  # steps launched and not committed
-        self._by_rank = dict(enumerate(self.lines, 1))
         self._answers: dict[int, queue.SimpleQueue[Answer | None]] = {
             data_rank: queue.SimpleQueue() for data_rank in range(1, self.grid.data)
         }
@@ -44,7 +43,7 @@ class Followers:
     def order(self, message: msgspec.Struct, data_rank: int | None = None) -> None:
         """To all other ranks, or to those of them that share a data rank."""
         ranks = range(1, self.grid.ranks) if data_rank is None else self.grid.members(data_rank)
-        lines = [self._by_rank[rank] for rank in ranks if rank]
+        lines = [self.lines[rank - 1] for rank in ranks if rank]
         if lines:
             data = frame(message)
             for line in lines:
@@ -53,7 +52,7 @@ class Followers:
     def listen(self, rank: int, post: Callable[[Event], None]) -> None:
         """From a thread of its own, until the rank is gone: passes what its links report on to `post`, and keeps what
         it answers for `answer`."""
-        line, (data_rank, _) = self._by_rank[rank], self.grid.place(rank)
+        line, (data_rank, _) = self.lines[rank - 1], self.grid.place(rank)
 
         def run() -> None:
             try:
