@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.cluster.config import validate
-from diptych.cluster.devices import SHARED, VISIBLE, count, lent_device, spread
+from diptych.cluster.devices import VISIBLE, count, lent_device, spread
 from diptych.contract.errors import ConfigInvalid
 
 
@@ -23,13 +23,13 @@ def test_groups_take_turns_on_the_gpus() -> None:
 
 
 def test_a_group_takes_a_gpu_for_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SHARED, raising=False)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     assert devices(8, data=2, tensor=2) == ["cuda:0", "cuda:4", "cuda:0"]
     with pytest.raises(ConfigInvalid, match=r"prefill-0 of 2 × 2 = 4 ranks needs 4 GPUs, and this machine has 3\."):
         devices(3, data=2, tensor=2)
     with pytest.raises(ConfigInvalid, match=r"prefill-0 of 2 ranks needs 2 GPUs, and this machine has 1\."):
         devices(1, tensor=2)
-    monkeypatch.setenv(SHARED, "1")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert devices(1, data=2) == ["cuda:0", "cuda:0", "cuda:0"]
 
 
