@@ -54,7 +54,7 @@ def cudnn(sequences: int, length: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--page", type=int, default=64)
     args = parser.parse_args()
     rows = []
     for sequences, length in CASES:

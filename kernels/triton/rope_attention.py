@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from diptych.kernels.triton.decode_attention import decode_attention_kernel
 from diptych.kernels.triton.plan import decode_plan, prefill_plan
 from diptych.kernels.triton.prefill_attention import prefill_attention_kernel
 from diptych.kernels.triton.rope_write import rope_write
+from diptych.kernels.triton.streamed_attention import QUERY_ROWS, streamed_attention, streams
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = 64
@@ -198,6 +199,10 @@ def _prefill(
     config: PrefillConfig | None = None,
 ) -> None:  # fmt: skip
     if config is None:
+        if streams(q, k_cache, v_cache, shape.head_dim):
+            plan = prefill_plan(batch, tokens=q.shape[0], rows=QUERY_ROWS, max_query=max_query)
+            streamed_attention(q, out, k_cache, v_cache, batch.block_tables, plan.items, **asdict(shape))
+            return
         config = prefill_config(q.element_size(), shape.head_dim)
     plan = prefill_plan(batch, tokens=q.shape[0], rows=config.rows, max_query=max_query)
     pdl = 0 if plan.fresh else dependent_launch(q.device)

@@ -34,6 +34,25 @@ def test_attention(name: str, dtype: torch.dtype) -> None:
     check_attention((ATTENTION | REAL_ATTENTION)[name], dtype, "cuda")
 
 
+STREAMED = {
+    "odd lengths": {"queries": (300, 1, 129, 1000), "contexts": (300, 5, 129, 1000)},
+    "chunks over prefixes": {"queries": (257, 64, 500), "contexts": (1111, 640, 501)},
+    "window": {"queries": (400, 70), "contexts": (777, 70), "window": 100},
+    "soft-cap": {"queries": (130, 400), "contexts": (500, 400), "softcap": 5.0, "loud": 3.0},
+    "infinite unused memory": {"queries": (200, 31), "contexts": (200, 65), "unused": float("inf")},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", STREAMED)
+def test_streamed_prefill(name: str, head_dim: int, page: int, dtype: torch.dtype) -> None:
+    """What a Hopper GPU runs in place of the tile kernel."""
+    case = AttentionCase(heads=8, kv_heads=2, head_dim=head_dim, rotary=head_dim, page=page, **STREAMED[name])
+    check_attention(case, dtype, "cuda")
+
+
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("knobs", [{"tile": 32, "warps": 2}, {"ahead": 64}, {"fixed": 4}, {"tile": 128, "stages": 3}])
 def test_decode_configurations(knobs: dict[str, int], page: int) -> None:
