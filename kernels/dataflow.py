@@ -37,11 +37,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """kind: "gemv" | "flat" | "library". block: BN, BK, and with flat the number of splits of K; warps, stages: of the
+    """kind: "gemv" | "flat" | "streamed" | "library". block: BN, BK, and with flat the number of splits of K; warps, stages: of the
     launch; ahead: columns of W brought into L2 before the predecessor's end;
-    early: the next kernel may start as soon as there is room; apart: RMSNorm runs as a launch of its own before."""
+    early: the next kernel may start as soon as there is room; apart: RMSNorm runs as a launch of its own before;
+    together: with splits of "streamed", blocks wait for each other and share the adding-up."""
 
-    kind: Literal["gemv", "flat", "library"]
+    kind: Literal["gemv", "flat", "streamed", "library"]
     bn: int = 0
     bk: int = 0
     split: int = 1
@@ -50,6 +51,7 @@ class Choice:
     ahead: int = 0
     early: bool = False
     apart: bool = False
+    together: bool = False
 
 
 LIBRARY = Choice("library")

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from diptych.kernels.dataflow import LIBRARY, TABLES, Choice, Fusion, Problem, table_name
 from diptych.kernels.timing import Replay, paired
+from diptych.kernels.triton.streamed import can_stream
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ def candidates(problem: Problem, multiprocessors: int = 132) -> list[Choice]:
         found += _gemv_candidates(problem)
     if problem.m > 1:
         found += _flat_candidates(problem, multiprocessors)
+    if problem.m >= 8 and problem.dtype != "float32" and can_stream(torch.device("cuda")):
+        found += _streamed_candidates(problem, multiprocessors)
     return [replace(c, early=starts_next_early(problem, c, multiprocessors)) for c in found]
 
 
@@ -71,7 +74,9 @@ def starts_next_early(problem: Problem, choice: Choice, multiprocessors: int = 1
     waves, whose places they would take: gate_up so cost 0.25 ms of a 4.0 ms step, while qkv and o so saved 0.02 ms
     each. One op repeated cannot show it, so it is a rule and not swept."""
     gate = 2 if problem.fusion == "norm_gate" else 1
-    return choice.kind == "flat" or (choice.kind == "gemv" and problem.n // gate <= 4 * multiprocessors * choice.bn)
+    return choice.kind in ("flat", "streamed") or (
+        choice.kind == "gemv" and problem.n // gate <= 4 * multiprocessors * choice.bn
+    )
 
 
 def _gemv_candidates(problem: Problem) -> list[Choice]:
@@ -108,6 +113,27 @@ def _flat_candidates(problem: Problem, multiprocessors: int) -> list[Choice]:
                     continue
                 for stages in sorted(set(depths)):
                     found.append(Choice("flat", bn, bk, split, warps, stages, apart=apart))
+    return found
+
+
+def _streamed_candidates(problem: Problem, multiprocessors: int) -> list[Choice]:
+    gate = 2 if problem.fusion == "norm_gate" else 1
+    n, bm = problem.n // gate, max(16, 1 << (problem.m - 1).bit_length())
+    found = []
+    for bn, bk, warps in itertools.product((64, 128, 256), (64, 128), (4, 8)):
+        if bn < 16 * warps or gate * bn * bm > 128 * 32 * warps:
+            continue
+        tiles = -(-n // bn)
+        splits = {1} if gate == 2 else {1, *(s for s in (multiprocessors // tiles, 2 * multiprocessors // tiles) if s)}
+        for split in splits:
+            if split > 16 or problem.k // bk < 2 * split or (split > 1 and tiles * split > multiprocessors):
+                continue
+            stages = min(12, SHARED_MEMORY // ((bn * gate + bm) * bk * 2))
+            if stages >= 2:
+                found += [
+                    Choice("streamed", bn, bk, split, warps, stages, apart=problem.fusion != "plain", together=together)
+                    for together in ((False, True) if split > 1 else (False,))
+                ]
     return found
 
 

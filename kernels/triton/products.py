@@ -16,6 +16,7 @@ from diptych.kernels.triton.flat import flat_kernel
 from diptych.kernels.triton.gemv import gemv_kernel
 from diptych.kernels.triton.rms_norm import rms_norm
 from diptych.kernels.triton.silu_mul import silu_mul
+from diptych.kernels.triton.streamed import aligned, streamed
 
 Norm = tuple[Tensor, float] | None
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -47,15 +48,20 @@ def product(
         fusion: Fusion = "norm_gate" if gate else "norm" if norm is not None else "plain"
         problem = Problem(weight.shape[1], weight.shape[0], x.shape[0], DTYPES[x.dtype], fusion)
         choice = choose(device_name(x.device), problem)
-    if x.shape[0] == 0 or choice.kind == "library":
+    if x.shape[0] == 0 or choice.kind == "library" or (choice.kind == "streamed" and not aligned(x, weight)):
         y = _library(x, weight, norm, gate, bias, residual)
         return y if out_dtype is None else y.to(out_dtype)
     if choice.apart and norm is not None:
         x, norm = rms_norm(x, *norm), None
-    run = _gemv if choice.kind == "gemv" else _flat
     n = weight.shape[0] // (2 if gate else 1)
     out = torch.empty(x.shape[0], n, dtype=out_dtype or x.dtype, device=x.device)
-    run(x, weight, norm, gate, bias, residual, out, choice, dependent_launch(x.device, choice.early))
+    pdl = dependent_launch(x.device, choice.early)
+    if choice.kind == "streamed":
+        assert norm is None, "a streamed product takes its rows by the copy engine: the norm runs apart"
+        streamed(x, weight, gate, bias, residual, out, choice, pdl)
+    else:
+        run = _gemv if choice.kind == "gemv" else _flat
+        run(x, weight, norm, gate, bias, residual, out, choice, pdl)
     return out
 
 

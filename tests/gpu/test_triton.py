@@ -90,3 +90,38 @@ def test_product(name: str, kind: str, dtype: torch.dtype) -> None:
     if dtype is torch.float32 and kind == "flat":
         choice = Choice("flat", 64, 32, 1, 4, 3)
     check_product((PRODUCTS | REAL_PRODUCTS)[name], dtype, "cuda", choice)
+
+
+STREAMED_PRODUCTS = {
+    "odd": ProductCase(33, 328, 200, bias=True, residual=True),
+    "strided": ProductCase(5, 256, 136, norm=True, strided=True),
+    "gate": ProductCase(100, 512, 384, norm=True, gate=True),
+    "several tiles a block": ProductCase(20, 128, 40000),
+    "o": ProductCase(128, 4096, 4096, residual=True),
+    "down": ProductCase(17, 14336, 4096, residual=True),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(
+    "knobs", [(64, 64, 1, 4, 4), (128, 128, 1, 8, 2), (128, 64, 3, 8, 4), (256, 64, 2, 8, 3)], ids=str
+)
+@pytest.mark.parametrize("name", STREAMED_PRODUCTS)
+def test_streamed_product(name: str, knobs: tuple[int, ...], dtype: torch.dtype) -> None:
+    """What Hopper's copy engine feeds; `together` and not leave the counters at zero."""
+    from diptych.kernels.dataflow import Choice
+    from diptych.kernels.triton.common import counters, multiprocessors
+    from diptych.kernels.triton.streamed import can_stream
+
+    device, case = torch.device("cuda", torch.cuda.current_device()), STREAMED_PRODUCTS[name]
+    if not can_stream(device):
+        pytest.skip("streamed products are Hopper's")
+    bn, bk, split, warps, stages = knobs
+    if case.gate and (split > 1 or bn == 256):
+        pytest.skip("a gated product has one split and two tiles a stage")
+    if split > 1 and -(-case.n // bn) * split > multiprocessors(device):
+        pytest.skip("splits are of one wave")
+    for together in (False, True):
+        choice = Choice("streamed", bn, bk, split, warps, stages, apart=True, together=together)
+        check_product(case, dtype, "cuda", choice)
+        assert not counters(device).any()
