@@ -37,10 +37,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """kind: "gemv" | "flat" | "streamed" | "library". block: BN, BK, and with flat the number of splits of K; warps, stages: of the
-    launch; ahead: columns of W brought into L2 before the predecessor's end;
-    early: the next kernel may start as soon as there is room; apart: RMSNorm runs as a launch of its own before;
-    together: with splits of "streamed", blocks wait for each other and share the adding-up."""
+    """block: BN, BK and, with "flat" and "streamed", the number of splits of K; warps, stages: of the launch; ahead:
+    columns of W brought into L2 before the predecessor's end; early: the next kernel may start as soon as there is
+    room; apart: RMSNorm runs as a launch of its own before; blocks: of "streamed" on one multiprocessor at a time."""
 
     kind: Literal["gemv", "flat", "streamed", "library"]
     bn: int = 0
@@ -51,7 +50,7 @@ class Choice:
     ahead: int = 0
     early: bool = False
     apart: bool = False
-    together: bool = False
+    blocks: int = 1
 
 
 LIBRARY = Choice("library")

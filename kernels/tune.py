@@ -64,7 +64,7 @@ def candidates(problem: Problem, multiprocessors: int = 132) -> list[Choice]:
         found += _gemv_candidates(problem)
     if problem.m > 1:
         found += _flat_candidates(problem, multiprocessors)
-    if problem.m >= 8 and problem.dtype != "float32" and can_stream(torch.device("cuda")):
+    if problem.m >= 4 and problem.dtype != "float32" and can_stream(torch.device("cuda")):
         found += _streamed_candidates(problem, multiprocessors)
     return [replace(c, early=starts_next_early(problem, c, multiprocessors)) for c in found]
 
@@ -120,20 +120,16 @@ def _streamed_candidates(problem: Problem, multiprocessors: int) -> list[Choice]
     gate = 2 if problem.fusion == "norm_gate" else 1
     n, bm = problem.n // gate, max(16, 1 << (problem.m - 1).bit_length())
     found = []
-    for bn, bk, warps in itertools.product((64, 128, 256), (64, 128), (4, 8)):
-        if bn < 16 * warps or gate * bn * bm > 128 * 32 * warps:
+    for (bn, warps), bk, blocks in itertools.product(((64, 4), (128, 4), (128, 8), (256, 8)), (64, 128), (1, 2)):
+        tiles, stage = -(-n // bn), (bn * gate + bm) * bk * 2
+        stages = min(12, SHARED_MEMORY // blocks // stage)
+        if gate * bn * bm > 128 * 32 * warps or stages < 2:
             continue
-        tiles = -(-n // bn)
-        splits = {1} if gate == 2 else {1, *(s for s in (multiprocessors // tiles, 2 * multiprocessors // tiles) if s)}
-        for split in splits:
-            if split > 16 or problem.k // bk < 2 * split or (split > 1 and tiles * split > multiprocessors):
-                continue
-            stages = min(12, SHARED_MEMORY // ((bn * gate + bm) * bk * 2))
-            if stages >= 2:
-                found += [
-                    Choice("streamed", bn, bk, split, warps, stages, apart=problem.fusion != "plain", together=together)
-                    for together in ((False, True) if split > 1 else (False,))
-                ]
+        wave = multiprocessors * blocks
+        splits = {1, *(s for s in (multiprocessors // tiles, wave // tiles) if 1 < s <= 8 and problem.k >= 2 * s * bk)}
+        for split in splits if problem.fusion == "plain" else {1}:
+            for apart in (False, True) if problem.fusion != "plain" else (False,):
+                found.append(Choice("streamed", bn, bk, split, warps, stages, apart=apart, blocks=blocks))
     return found
 
 
