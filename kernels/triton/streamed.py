@@ -2,9 +2,9 @@
 
 FlatGEMM's double buffering (Hong et al., arXiv 2311.01282, §4) taken to the copy engine: many tiles of W are in flight,
 the first of them before the kernel that writes x has ended, and no thread that multiplies computes an address. W is the
-tall operand of the matrix units. RMSNorm before the product is four more warps, which put the norm's weight on each tile
-of x in shared memory and add up its squares. Where N is too small to fill the GPU, K is split over blocks, and the last to
-arrive adds the parts up, in the order of the splits.
+tall operand of the matrix units. RMSNorm before the product is four more warps, which put the norm's weight on each
+tile of x in shared memory and add up its squares. Where N is too small to fill the GPU, K is split over blocks, and the
+last to arrive adds the parts up, in the order of the splits.
 """
 
 from __future__ import annotations
