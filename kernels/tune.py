@@ -125,6 +125,8 @@ def _streamed_candidates(problem: Problem, multiprocessors: int) -> list[Choice]
         stages = min(12, SHARED_MEMORY // blocks // stage)
         if gate * bn * bm > 128 * 32 * warps or stages < 2:
             continue
+        if blocks == 2 and bm >= 128 and (warps == 8 or problem.fusion != "plain"):
+            continue  # two such blocks leave a thread fewer registers than its accumulators take
         wave = multiprocessors * blocks
         splits = {1, *(s for s in (multiprocessors // tiles, wave // tiles) if 1 < s <= 8 and problem.k >= 2 * s * bk)}
         for split in splits if problem.fusion == "plain" else {1}:
