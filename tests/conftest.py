@@ -11,6 +11,12 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import pytest
+import torch
+
+# Read when a kernel is decorated: before the first module that defines one is collected. With a GPU nothing is
+# interpreted, and tests/gpu runs the same cases.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from diptych.cluster.demo_model import ensure_demo_model
 

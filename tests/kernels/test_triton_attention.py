@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
-
 import pytest
 import torch
 
 from tests.kernels.triton_cases import ATTENTION, AttentionCase, check_attention
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these cases on the GPU")
 
 
 @pytest.mark.parametrize("name", ATTENTION)

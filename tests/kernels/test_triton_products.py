@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
-
 import pytest
 import torch
 
 from diptych.kernels.dataflow import LIBRARY, Choice
 from tests.kernels.triton_cases import PRODUCTS, ProductCase, check_product
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these cases on the GPU")
 
 GEMV = Choice("gemv", bn=8, bk=32, stages=2)
 FLAT = Choice("flat", bn=16, bk=32, stages=2)
