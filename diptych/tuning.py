@@ -27,6 +27,7 @@ def _tune(args: argparse.Namespace) -> int:
     import torch
 
     from diptych.kernels.tune import decoder_shapes, tune
+    from diptych.kernels.tune_chain import LayerShape
     from diptych.workers.model.config import ModelConfig
 
     config = ModelConfig.from_folder(args.model)
@@ -38,7 +39,8 @@ def _tune(args: argparse.Namespace) -> int:
         raise ConfigInvalid(f"--rows takes batch sizes such as 1,8,32, not {args.rows!r}.") from error
     width = None if config.moe is not None else config.width
     shapes = decoder_shapes(config.hidden, config.heads, config.kv_heads, config.head_dim, width, config.vocab)
-    path = tune(shapes, rows=rows, limit_s=args.seconds, say=print)
+    layer = width and LayerShape(config.hidden, config.heads, config.kv_heads, config.head_dim, width)
+    path = tune(shapes, rows=rows, limit_s=args.seconds, layer=layer or None, say=print)
     print(f"Written to {path}.")
     return 0
 

@@ -2,7 +2,8 @@
 
 `diptych tune` calls `tune`. Candidates come from a pure function of the problem; kernels are compiled by a pool of
 processes, then timed one after the other in captured graphs whose weights rotate past the L2 cache. Our kernel is
-chosen only where it beats the library by more than MARGIN.
+chosen only where it beats the library by more than MARGIN; among those that come near, the chain of a decoder's layers
+decides (`tune_chain`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.kernels.dataflow import LIBRARY, TABLES, Choice, Fusion, Problem, table_name
+from diptych.kernels.dataflow import LIBRARY, TABLES, Choice, Problem, table_name
 from diptych.kernels.timing import Replay, paired
 from diptych.kernels.triton.streamed import can_stream
+from diptych.kernels.tune_chain import Chain, LayerShape, Shape, refine
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +35,27 @@ MARGIN = 0.99
 AHEAD = (256, 1024)
 SHARED_MEMORY = 220 * 1024
 ROTATE_BYTES = 400 << 20
-Shape = tuple[int, int, Fusion]
+NEAR = 1.1
+CONTENDERS = 8
+"""So many of a problem's fastest, none slower than NEAR times the fastest or than the library, go into the chain."""
 
 
 @dataclass(frozen=True)
 class Finding:
+    """What is chosen for a problem, its time alone and the library's. times: (µs, candidate), fastest first."""
+
     problem: Problem
     choice: Choice
     us: float
     library_us: float
+    times: tuple[tuple[float, Choice], ...] = ()
+
+    def contenders(self) -> list[Choice]:
+        """The fastest of each kind, and of all."""
+        best = self.times[0][0] if self.times else self.us
+        ours = [(us, c) for us, c in self.times if us < min(NEAR * best, self.library_us)][:CONTENDERS]
+        kinds = {c.kind: c for us, c in reversed(self.times) if us < self.library_us}
+        return list(dict.fromkeys([self.choice, *(c for _, c in ours), *kinds.values(), LIBRARY]))
 
 
 def decoder_shapes(
@@ -142,10 +156,11 @@ def tune(
     dtype: torch.dtype = torch.bfloat16,
     folder: Path = TABLES,
     limit_s: float = 600.0,
+    layer: LayerShape | None = None,
     say: Callable[[str], None] = log.info,
 ) -> Path:
-    """Sweeps shapes (K, N, fusion), merges the findings into this GPU's table and returns its path. Stops sweeping, not
-    writing, after `limit_s`."""
+    """Sweeps shapes (K, N, fusion), then races the best of `layer`'s in its chain; merges the findings into this GPU's
+    table and returns its path. Stops sweeping, not writing, after `limit_s`."""
     device, until = torch.cuda.get_device_name(), time.monotonic() + limit_s
     name = str(dtype).removeprefix("torch.")
     problems = [Problem(k, n, m, name, fusion) for k, n, fusion in shapes for m in rows]
@@ -159,9 +174,37 @@ def tune(
         if bench is None or not bench.serves(problem):
             bench = Bench(problem, dtype)
         findings.append(bench.find(problem, say))
+    bench = None
+    if layer is not None:
+        findings = [
+            chosen for m in rows for chosen in in_chain(layer, [f for f in findings if f.problem.m == m], dtype, say)
+        ]
     path = folder / table_name(device)
     path.write_text(json.dumps(merged(path, device, findings), indent=1) + "\n")
     return path
+
+
+def in_chain(
+    layer: LayerShape, findings: list[Finding], dtype: torch.dtype, say: Callable[[str], None]
+) -> list[Finding]:
+    """The findings of one number of rows, those of `layer`'s products as its chain decides."""
+    found = {(f.problem.k, f.problem.n, f.problem.fusion): f for f in findings}
+    if not all(key in found for key in layer.products):
+        return findings  # out of time before
+    chain = Chain(layer, findings[0].problem.m, dtype)
+    start = {key: found[key].choice for key in layer.products}
+    best = refine(chain, start, {key: found[key].contenders() for key in layer.products}, say)
+    for key, choice in best.items():
+        if choice != found[key].choice:
+            say(f"{found[key].problem.key} M={chain.rows}: in the chain {choice}")
+    return [f if best.get(key, f.choice) == f.choice else alone(f, best[key], dtype) for key, f in found.items()]
+
+
+def alone(finding: Finding, choice: Choice, dtype: torch.dtype) -> Finding:
+    """The same problem with another choice and that one's time."""
+    bench, m = Bench(finding.problem, dtype), finding.problem.m
+    ours, theirs, _, _ = paired(bench.replay(m, choice), bench.replay(m, LIBRARY), 11)
+    return replace(finding, choice=choice, us=ours.us, library_us=theirs.us)
 
 
 def merged(path: Path, device: str, findings: Iterable[Finding]) -> dict[str, Any]:
@@ -215,6 +258,7 @@ class Bench:
             ours, theirs, ratio, _ = paired(self.replay(problem.m, choice), library, 11)
             if ratio < MARGIN and ours.us < best.us:
                 best = Finding(problem, choice, ours.us, theirs.us)
+        best = replace(best, times=tuple(sorted(times, key=lambda t: t[0])))
         say(f"{problem.key} M={problem.m}: {best.choice} {best.us:.1f} µs, library {best.library_us:.1f} µs")
         return best
 
