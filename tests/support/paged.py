@@ -16,7 +16,7 @@ from diptych.workers.model.decoder import Decoder
 Row = tuple[Sequence[int], int, Sequence[int]]
 
 
-def make_batch(rows: Sequence[Row], block_size: int) -> Batch:
+def make_batch(rows: Sequence[Row], block_size: int, device: torch.device | str = "cpu") -> Batch:
     """Each row: new tokens, position of the first of them, the sequence's blocks."""
     counts = tuple(len(tokens) for tokens, _, _ in rows)
     contexts = tuple(start + len(tokens) for tokens, start, _ in rows)
@@ -28,12 +28,14 @@ def make_batch(rows: Sequence[Row], block_size: int) -> Batch:
         padded[index, : len(table)] = table
     places = [(start + i, blocks) for tokens, start, blocks in rows for i in range(len(tokens))]
     return Batch(
-        token_ids=torch.tensor([token for tokens, _, _ in rows for token in tokens]),
-        positions=torch.tensor([at for at, _ in places]),
-        slots=torch.tensor([blocks[at // block_size] * block_size + at % block_size for at, blocks in places]),
-        query_start=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        block_tables=torch.from_numpy(padded),
+        token_ids=torch.tensor([token for tokens, _, _ in rows for token in tokens], device=device),
+        positions=torch.tensor([at for at, _ in places], device=device),
+        slots=torch.tensor(
+            [blocks[at // block_size] * block_size + at % block_size for at, blocks in places], device=device
+        ),
+        query_start=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=device),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables=torch.from_numpy(padded).to(device),
         query_lens=counts,
         contexts=contexts,
         tables=tables,
@@ -55,7 +57,13 @@ class Driver:
     def __post_init__(self) -> None:
         config = self.decoder.config
         self.cache = KVCache(
-            config.layers, self.num_blocks, self.block_size, self.decoder.kv_heads, config.head_dim, self.decoder.dtype
+            config.layers,
+            self.num_blocks,
+            self.block_size,
+            self.decoder.kv_heads,
+            config.head_dim,
+            self.decoder.dtype,
+            self.decoder.device,
         )
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.order: list[int] = order if self.scattered else list(range(self.num_blocks))
@@ -69,7 +77,7 @@ class Driver:
 
     def run(self, rows: Sequence[Row]) -> Tensor:
         """Hidden states of all tokens of the rows."""
-        return self.decoder(make_batch(rows, self.block_size), self.cache)
+        return self.decoder(make_batch(rows, self.block_size, self.decoder.device), self.cache)
 
     def prefill(self, prompt: Sequence[int], blocks: Sequence[int], chunk: int | None = None) -> Tensor:
         """Hidden states of the whole prompt, computed in chunks."""

@@ -1,4 +1,5 @@
-"""Runs a function in the processes of a group: each joins it over gloo, works, and sends back what it found."""
+"""Runs a function in the processes of a group: each joins it (gloo on a CPU, NCCL on a GPU), works, and sends back what
+it found."""
 
 from __future__ import annotations
 
@@ -18,19 +19,29 @@ from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import load
 from diptych.workers.parallel.group import Group, join
 from diptych.workers.parallel.layout import ExpertTable, Grid, Shard
-from diptych.workers.transfer.pair import connect_store, host_store
+from diptych.workers.transfer.pair import connect_store, host_store, transport_for
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.ranks"])
 
 
-def run_ranks(size: int, work: Callable[..., Any], *given: Any, limit: float = 90.0) -> list[Any]:
-    """`work(group, *given)` at every rank; their results in order. Raises what a rank raised, as text."""
+def device_of(kind: str, rank: int) -> str:
+    """A rank's device of that kind: a GPU of its own, or the one that all share."""
+    if kind == "cpu":
+        return kind
+    return f"cuda:{rank if rank < torch.cuda.device_count() else 0}"
+
+
+def run_ranks(size: int, work: Callable[..., Any], *given: Any, limit: float = 90.0, device: str = "cpu") -> list[Any]:
+    """`work(group, *given)` at every rank; their results in order. Raises what a rank raised, as text. device: cpu or
+    cuda."""
     store, address = host_store("127.0.0.1", limit)
     name = uuid.uuid4().hex
     ends = [_context.Pipe(duplex=False) for _ in range(size)]
     members = [
-        _context.Process(target=_member, args=(theirs, address, name, rank, size, limit, work, given), daemon=True)
+        _context.Process(
+            target=_member, args=(theirs, address, name, rank, size, limit, device, work, given), daemon=True
+        )
         for rank, (_, theirs) in enumerate(ends)
     ]
     for member, (_, theirs) in zip(members, ends, strict=True):
@@ -58,13 +69,18 @@ def _member(
     rank: int,
     size: int,
     limit: float,
+    kind: str,
     work: Callable[..., Any],
     given: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     _meeting.append((address, name, limit))
     try:
-        group = join("gloo", connect_store(address, limit), name, rank, size, "127.0.0.1", "cpu", limit)
+        device = device_of(kind, rank)
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+        store = connect_store(address, limit)
+        group = join(transport_for(device, "auto"), store, name, rank, size, "127.0.0.1", device, limit)
         answer.send_bytes(pickle.dumps((True, work(group, *given))))
     except Exception:  # noqa: BLE001 - it is told to the test
         answer.send_bytes(pickle.dumps((False, traceback.format_exc())))
@@ -105,4 +121,4 @@ def decoder_of(group: Group, folder: Path, spread: bool = False) -> Decoder:
     """This rank's decoder of a model's folder."""
     config = ModelConfig.from_folder(folder)
     shard = shard_of(group, config, spread)
-    return Decoder(config, load(folder, config, torch.float32, shard=shard), group, shard)
+    return Decoder(config, load(folder, config, torch.float32, group.device, shard=shard), group, shard)

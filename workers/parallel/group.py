@@ -1,8 +1,9 @@
 """The ranks of one worker group and their collectives: gloo between CPUs, NCCL between GPUs.
 
 No default world is made: the group is its own `ProcessGroup` on the first rank's store. Called by a rank's main thread
-only, by all ranks in the same order. A rank that dies leaves the others in a wait that ends with the group's limit at
-the latest; the front, which sees the death at once, kills them before.
+only, by all ranks in the same order. A rank that dies leaves the others in a wait, which the front ends: it sees the
+death at once and kills the rest. One that lives and does not come ends the group too: at the group's limit or, where
+NCCL knows none (while a communicator is made, in a replayed graph), at `limits.group_start` and `limits.step`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from diptych.contract.errors import Internal
@@ -30,21 +32,25 @@ class Traffic:
 
 
 class Group:
-    """One rank's end. `rank` of `size`; every call blocks (or is ordered on the current CUDA stream) until it is done.
+    """One rank's end. `rank` of `size`; every call blocks, or on a GPU is a kernel of the current stream, which a CUDA
+    graph may capture (but for `exchange` and `least`, whose sizes and results are the host's).
 
     Tensors are contiguous, on the group's device; integers are as good as floats except for `sum`.
     """
 
-    def __init__(self, backend: Any, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, backend: Any, rank: int, size: int, device: torch.device | str) -> None:
+        self.rank, self.size, self.device = rank, size, torch.device(device)
         self.traffic = Traffic()
         self._backend = backend
+        self._options = AllreduceOptions(), AllgatherOptions(), AllToAllOptions()
+        for options in self._options:
+            options.asyncOp = False  # NCCL then takes the current stream and not one of its own, with two events more
 
     def sum(self, x: Tensor) -> Tensor:
         """Adds `x` up over all ranks, in place, and returns it: the same bits at every rank."""
         if x.numel():
             self._count(2 * (self.size - 1) * x.nbytes // self.size)
-            self._backend.allreduce([x]).wait()
+            _finish(self._backend.allreduce([x], self._options[0]))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -52,7 +58,7 @@ class Group:
         out = x.new_empty((self.size, *x.shape))
         if x.numel():
             self._count((self.size - 1) * x.nbytes)
-            self._backend._allgather_base(out.view(-1), x.view(-1)).wait()
+            _finish(self._backend._allgather_base(out.view(-1), x.view(-1), self._options[1]))
         return out
 
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -61,22 +67,30 @@ class Group:
         out = x.new_empty((sum(receive), *x.shape[1:]))
         width = x[:1].numel() * x.element_size() if len(x) else 0
         self._count((len(x) - send[self.rank]) * width)
-        self._backend.alltoall_base(out, x, list(receive), list(send)).wait()
+        _finish(self._backend.alltoall_base(out, x, list(receive), list(send), self._options[2]))
         return out
 
     def least(self, value: int, device: torch.device | str) -> int:
         """The smallest of the ranks' values."""
         return int(self.gather(torch.tensor([value], device=device)).min())
 
+    def warm(self) -> None:
+        """Makes the connections of every kind of call: the first one takes up to a second, which no step should."""
+        self.sum(torch.zeros(1, device=self.device))
+        self.exchange(self.gather(torch.zeros(1, device=self.device)), [1] * self.size, [1] * self.size)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # so that what goes wrong does so here
+        self.traffic = Traffic()
+
     def _count(self, size: int) -> None:
         self.traffic.calls += 1
         self.traffic.bytes += size
 
-    def close(self) -> None:
-        """Ends the communicator from this side."""
-        abort = getattr(self._backend, "abort", None)
-        if abort is not None and self._backend.name() == "nccl":
-            abort()
+
+def _finish(work: Any) -> None:
+    """gloo's calls return what is to be waited for; NCCL's are ordered on the current stream and return nothing."""
+    if work is not None:
+        work.wait()
 
 
 class Groups(NamedTuple):
@@ -103,11 +117,10 @@ def join(
         backend = (
             _nccl(prefixed, rank, size, limit) if transport == "nccl" else _gloo(prefixed, rank, size, host, limit)
         )
-        group = Group(backend, rank, size)
-        group.sum(torch.zeros(1, device=device))  # the first message is slow: not inside a step
+        group = Group(backend, rank, size, device)
+        group.warm()
     except RuntimeError as error:
         raise Internal(f"The group of {size} ranks could not be made: {str(error).splitlines()[0]}") from error
-    group.traffic = Traffic()
     return group
 
 
