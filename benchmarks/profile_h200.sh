@@ -2,9 +2,9 @@
 # Profiles of four shapes on one H200, in one run: bash benchmarks/profile_h200.sh OUT [SECONDS]
 # Random weights and no tokenizer. Needs PyTorch with CUDA, Triton, transformers and this project's dependencies on
 # PYTHONPATH. A shape is a process of its own with a limit of its own, and what it had measured by then is kept; all end
-# within SECONDS (default 330). Leaves OUT/profile-SHAPE.json and OUT/profile.log.
+# within SECONDS (default 200). Leaves OUT/profile-SHAPE.json and OUT/profile.log.
 set -u
-out=$1 end=$((SECONDS + ${2:-330}))
+out=$1 end=$((SECONDS + ${2:-200}))
 mkdir -p "$out"
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=8 TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1
@@ -20,7 +20,7 @@ profile() { # seconds, shape, arguments…
   echo "== $shape: status $? after $((SECONDS - started)) s" | tee -a "$out/profile.log"
   tail -n 2 "$out/profile.log" | head -n 1 | cut -c 1-1500
 }
-profile 100 Llama-2-7B --context 256,1024,3072 --rounds 6 --show operators,latency,cache,table6
-profile 75 Llama-3-8B --context 256,1024,3072 --rounds 6 --show operators,latency,cache,mha
-profile 75 Qwen3-30B-A3B --context 256,2048 --rounds 4 --new 16 --show operators,latency
-profile 80 Mixtral-8x7B --context 256,2048 --rounds 4 --new 16 --show operators,latency
+profile 60 Llama-2-7B --context 256,3072 --rounds 6 --show operators,latency,cache,table6
+profile 55 Llama-3-8B --context 256,1024,3072 --rounds 6 --show operators,latency,mha
+profile 50 Qwen3-30B-A3B --context 256,2048 --rounds 5 --new 16 --show operators,latency
+profile 50 Mixtral-8x7B --context 256,2048 --rounds 5 --new 16 --show operators,latency

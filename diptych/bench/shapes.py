@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from diptych.contract.errors import ConfigInvalid
+
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
@@ -41,3 +43,16 @@ def write_shape(name: str, folder: Path, layers: int | None = None) -> Path:
     config = SHAPES[name] | ({"num_hidden_layers": layers} if layers else {})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def varied(folder: Path, made: Path, **keys: Any) -> Path:
+    """In `made` the same config.json but for some keys, without weights. Raises `ConfigInvalid`."""
+    try:
+        raw = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(f"{folder / 'config.json'} cannot be read: {error}.") from None
+    if (layers := keys.get("num_hidden_layers")) and "layer_types" in raw:
+        raw["layer_types"] = raw["layer_types"][:layers]
+    made.mkdir(exist_ok=True)
+    (made / "config.json").write_text(json.dumps(raw | keys))
+    return made

@@ -16,8 +16,8 @@ import torch
 
 from diptych.kernels.ceilings import Ceilings
 from diptych.profile.memory import MemoryCurve, Sizes, workspace
-from diptych.profile.recorder import RECORDING, Recorder, Timed
-from diptych.profile.steps import Launched, Steps, by_turns, decode_steps
+from diptych.profile.recorder import Recorder, Timed
+from diptych.profile.steps import Measured, measure, steps_of
 from diptych.profile.work import CATEGORIES, Operator
 from diptych.workers.memory import weight_bytes
 from diptych.workers.model.config import ModelConfig
@@ -61,32 +61,33 @@ def phases(
     engine.decode()
     found = []
     for phase, times in (("prefill", max(2, rounds // 2)), ("decode", 2 * rounds)):
-        if phase == "prefill":
-            steps: Steps = Launched(engine, engine.prefill)
-        else:
+        step = engine.prefill
+        if phase == "decode":
             engine.prefill()
-            steps = decode_steps(engine, engine.decode)
-        found.append({"engine": engine.name, "phase": phase, "batch": batch, "context": context} | _phase(steps, times))
+            # A graph does the same step again and again; a CPU's takes each token as it comes.
+            step = engine.repeated() if engine.device.type == "cuda" else engine.decode
+        steps = steps_of(engine, step)
+        row = {"engine": engine.name, "phase": phase, "batch": batch, "context": context, "captured": steps.captured}
+        found.append(row | _phase(measure(steps, times, engine.device)))
         done()
     return found
 
 
-def _phase(steps: Steps, rounds: int) -> dict[str, Any]:
-    """Of plain and of recorded steps the fastest is taken: on a machine that others use it is the one that they
-    disturbed least."""
-    plain, recorded = zip(*by_turns(steps, rounds), strict=True)
-    recording = [step.pop(RECORDING).seconds for step in recorded]
-    totals = [sum(timed.seconds for timed in step.values()) for step in recorded]
-    operators = recorded[totals.index(min(totals))]
-    total, fastest = min(totals), min(plain)
-    shares = {kind: sum(t.seconds for o, t in operators.items() if o.category == kind) / total for kind in CATEGORIES}
+def _phase(found: Measured) -> dict[str, Any]:
+    """step_ms: of a step as it is; recorded_over_step: what recording makes of it. Where the step is a graph, what a
+    host's launching adds is seen in a generation's latencies alone."""
+    total = sum(timed.seconds for timed in found.operators.values())
+    shares = {
+        kind: sum(timed.seconds for operator, timed in found.operators.items() if operator.category == kind) / total
+        for kind in CATEGORIES
+    }
     return {
-        "captured": steps.captured, "step_ms": round(fastest * 1e3, 4),
-        "median_ms": round(statistics.median(plain) * 1e3, 4),
-        "operators_ms": round(total * 1e3, 4), "operators_over_step": round(total / fastest, 4),
-        "profiling_cost": round(statistics.median(r / t for r, t in zip(recording, totals, strict=True)), 4),
+        "method": found.method, "step_ms": round(found.step * 1e3, 4),
+        "median_ms": round(statistics.median(found.plain) * 1e3, 4),
+        "operators_ms": round(total * 1e3, 4), "operators_over_step": round(total / found.step, 4),
+        "recorded_over_step": round(found.recorded / found.step, 4), "note": found.note, **found.details,
         "shares": {kind: round(share, 4) for kind, share in shares.items()},
-        "operators": [_row(o, t, total) for o, t in operators.items() if t.seconds > 0],
+        "operators": [_row(o, t, total) for o, t in found.operators.items() if t.seconds > 0],
     }  # fmt: skip
 
 

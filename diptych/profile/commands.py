@@ -1,12 +1,9 @@
-"""`diptych profile`: what is measured of a model and in which order, and what becomes of an interruption.
-
-Owns the plan. One engine is in memory at a time, so that its memory is its own.
-"""
+"""`diptych profile`: arguments to a plan, results to tables, plots and a line of JSON, and what becomes of an
+interruption."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -17,13 +14,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from diptych.bench.shapes import SHAPES, write_shape
+from diptych.bench.shapes import SHAPES, varied, write_shape
 from diptych.contract.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     import torch
 
-    from diptych.profile.anatomy import Subject
     from diptych.workers.model.config import ModelConfig
 
 FIGURES = {
@@ -97,6 +93,7 @@ def run_profile(args: argparse.Namespace) -> int:
 
     from diptych.bench.about import interruptible, keep, result_line
     from diptych.profile import report
+    from diptych.profile.measure import measure
 
     torch.set_num_threads(args.threads)
     failure: Exception | None = None
@@ -105,7 +102,9 @@ def run_profile(args: argparse.Namespace) -> int:
         plan = _plan(args, folder, form)
         try:
             with interruptible():
-                _measure(plan, found)
+                bar = _Bar(plan.steps, found.setdefault("stages", []))
+                with bar.progress:
+                    measure(plan, found, bar.next)
         except KeyboardInterrupt:
             found["interrupted"] = True
         except Exception as error:  # noqa: BLE001 - raised again below: what was measured before it is kept
@@ -141,21 +140,8 @@ def _folder(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
         if args.layers:
             if args.load_format != "dummy":
                 raise ConfigInvalid("--layers needs random weights: --load-format dummy.")
-            folder = _varied(folder, Path(made), num_hidden_layers=args.layers)
+            folder = varied(folder, Path(made), num_hidden_layers=args.layers)
         yield folder, args.load_format
-
-
-def _varied(folder: Path, made: Path, **keys: Any) -> Path:
-    """A folder with the same config.json but for some keys, without weights."""
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigInvalid(f"{folder / 'config.json'} cannot be read: {error}.") from None
-    if (layers := keys.get("num_hidden_layers")) and "layer_types" in raw:
-        raw["layer_types"] = raw["layer_types"][:layers]
-    made.mkdir(exist_ok=True)
-    (made / "config.json").write_text(json.dumps(raw | keys))
-    return made
 
 
 def _plan(args: argparse.Namespace, folder: Path, form: str) -> Plan:
@@ -211,9 +197,11 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 @dataclass
 class _Bar:
-    """How far the plan is, on a terminal; a line a step elsewhere, so that a log shows what takes how long."""
+    """How far the plan is, on a terminal; a line a step elsewhere. begun: [seconds, step], so that a result shows what
+    takes how long."""
 
     total: int
+    begun: list[tuple[float, str]]
     progress: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -231,130 +219,8 @@ class _Bar:
         self.task = self.progress.add_task("Ceilings of this machine", total=self.total)
 
     def next(self, what: str) -> None:
+        self.begun.append((round(perf_counter() - self.started, 1), what))
         if sys.stderr.isatty():
             self.progress.update(self.task, advance=1, description=what)
         else:
-            print(f"{perf_counter() - self.started:7.1f} s  {what}", file=sys.stderr, flush=True)
-
-
-def _measure(plan: Plan, found: dict[str, Any]) -> None:
-    """Fills `found` as it goes, so that an interruption keeps what is there."""
-    bar = _Bar(plan.steps)
-    found["dtype"] = str(plan.dtype).removeprefix("torch.")
-    with bar.progress, _walls(plan, found):
-        for name in plan.engines:
-            _measure_engine(plan, name, found, bar)
-        if "mha" in plan.shown:
-            _measure_heads(plan, found, bar)
-        if "softmax" in plan.shown:
-            from diptych.profile.softmax import softmax_range
-
-            bar.next("Range of attention scores")
-            found["softmax"] = softmax_range(plan.folder, plan.dtype, plan.device)
-        if "table6" in plan.shown:
-            from diptych.profile.table6 import table6
-
-            found["table6"] = table6(plan, lambda engine: bar.next(f"Table 6: {engine}"))
-
-
-@contextmanager
-def _walls(plan: Plan, found: dict[str, Any]) -> Iterator[None]:
-    """The machine's ceilings, measured before and after; the better is the ceiling, as others may use the machine."""
-    from diptych.kernels.ceilings import Ceilings, ceilings
-    from diptych.profile.anatomy import add_walls
-
-    limits = ceilings(plan.device, plan.dtype)
-    try:
-        yield
-    finally:
-        try:
-            again = ceilings(plan.device, plan.dtype)
-        except RuntimeError:  # a device that failed measures no more
-            again = limits
-        limits = Ceilings(max(limits.read, again.read), max(limits.flops, again.flops))
-        found["ceilings"] = {
-            "read_gb_s": round(limits.read / 1e9, 2), "gflop_s": round(limits.flops / 1e9, 1),
-            "ridge": round(limits.ridge, 1),
-        }  # fmt: skip
-        add_walls(found.get("phases", []), limits)
-
-
-def make(name: str, plan: Plan, folder: Path | None = None, config: ModelConfig | None = None) -> Subject:
-    from diptych.profile.ours import Ours
-    from diptych.profile.theirs import Theirs
-
-    kind = Ours if name == "diptych" else Theirs
-    form = plan.form if folder is None else "dummy"
-    return kind(folder or plan.folder, config or plan.config, plan.dtype, plan.device, form)
-
-
-def _measure_engine(plan: Plan, name: str, found: dict[str, Any], bar: _Bar) -> None:
-    from diptych.profile import anatomy, memory
-
-    memory.tidy(plan.device)
-    _warm(plan, name)
-    memory.tidy(plan.device)
-    baseline = memory.used(plan.device)
-    engine = make(name, plan)
-    _step_once(engine)  # weights that are mapped from a file are read when they are first needed
-    memory.tidy(plan.device)
-    runs = [(batch, context) for batch in plan.batches for context in plan.contexts]
-    if "latency" in plan.shown:
-        for batch, context in runs:
-            bar.next(f"{name}: generation, {batch} x {context}")
-            memory.tidy(plan.device)
-            found.setdefault("generations", []).append(anatomy.generation(engine, batch, context, plan.new, baseline))
-    if "operators" in plan.shown:
-        for batch, context in runs:
-            measured = anatomy.phases(
-                engine, batch, context, plan.rounds,
-                lambda at=f"{batch} x {context}": bar.next(f"{name}: operators, {at}"),  # type: ignore[misc]
-            )  # fmt: skip
-            found.setdefault("phases", []).extend(measured)
-    if "cache" in plan.shown:
-        bar.next(f"{name}: without a KV cache")
-        few = min(plan.new, 8)
-        found.setdefault("without_cache", []).append(anatomy.without_cache(engine, 1, min(plan.contexts), few))
-    del engine
-    memory.tidy(plan.device)
-
-
-def _warm(plan: Plan, name: str) -> None:
-    """One layer of it: libraries set themselves up at their first call, and that is not the model's memory or time."""
-    from diptych.workers.model.config import ModelConfig
-
-    with tempfile.TemporaryDirectory() as made:
-        folder = _varied(plan.folder, Path(made), num_hidden_layers=1)
-        engine = make(name, plan, folder, ModelConfig.from_folder(folder))
-        _step_once(engine)
-
-
-def _step_once(engine: Subject) -> None:
-    engine.begin(1, 16, 4)
-    engine.prefill()
-    engine.decode()
-
-
-def _measure_heads(plan: Plan, found: dict[str, Any], bar: _Bar) -> None:
-    """The same shape with as many KV heads as query heads, and with its own; both with random weights."""
-    from diptych.profile import anatomy, memory
-    from diptych.workers.model.config import ModelConfig
-
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as made:
-        for kv_heads in dict.fromkeys((plan.config.heads, plan.config.kv_heads)):
-            folder = _varied(plan.folder, Path(made) / str(kv_heads), num_key_value_heads=kv_heads)
-            engine = make("diptych", plan, folder, ModelConfig.from_folder(folder))
-            for context in plan.contexts:
-                bar.next(f"{kv_heads} KV heads, context {context}")
-                decode = anatomy.phases(engine, plan.batches[0], context, plan.rounds)[1]
-                operators = [each for each in decode["operators"] if each["category"] == "attention"]
-                rows.append({
-                    "heads": plan.config.heads, "kv_heads": kv_heads, "batch": plan.batches[0], "context": context,
-                    "cache_bytes": engine.expected_cache(plan.batches[0], context), "step_ms": decode["step_ms"],
-                    "attention_ms": round(sum(each["ms"] for each in operators), 4),
-                    "attention_share": decode["shares"]["attention"],
-                })  # fmt: skip
-            del engine  # before the next: two at once may not fit
-            memory.tidy(plan.device)
-    found["heads"] = rows
+            print(f"{self.begun[-1][0]:7.1f} s  {what}", file=sys.stderr, flush=True)

@@ -121,6 +121,15 @@ class Timed:
     work: Work = field(default_factory=Work)
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """What a step's borders mean. pieces: whose the time between two marks is. called: operators in order, with what
+    each had to do."""
+
+    pieces: tuple[Operator, ...]
+    called: tuple[tuple[Operator, Work], ...]
+
+
 class Recorder:
     """`with recorder.step(): …` around each step, `with recorder.inside(operator, work): …` around each operator."""
 
@@ -147,6 +156,11 @@ class Recorder:
         yield
         self._arrive()
         self._stack = []
+
+    @property
+    def drawing(self) -> Drawing:
+        """Of the step drawn last."""
+        return Drawing(tuple(self._owners), tuple(self._called))
 
     def resolve(self) -> dict[Operator, Timed]:
         """The times of the borders drawn last; also kept in `steps`."""

@@ -41,12 +41,12 @@ def tables(found: dict[str, Any]) -> str:
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """What one line can hold of a profile that is kept elsewhere: each figure's headline, no operators, no curves."""
     heads = {
-        "phases": ("engine", "phase", "batch", "context", "captured", "step_ms", "operators_over_step",
-                   "profiling_cost", "shares"),
+        "phases": ("engine", "phase", "batch", "context", "captured", "method", "step_ms", "operators_over_step",
+                   "recorded_over_step", "shares"),
         "generations": ("engine", "batch", "context", "new", "first_token_ms", "per_token_ms", "tokens_s", "sizes"),
         "without_cache": ("engine", "context", "ratio"),
     }  # fmt: skip
-    short = {key: value for key, value in found.items() if key not in (*heads, "softmax", "heads")}
+    short = {key: value for key, value in found.items() if key not in (*heads, "softmax", "heads", "stages")}
     for key, names in heads.items():
         if rows := found.get(key):
             short[key] = [{name: row[name] for name in names} for row in rows]
@@ -54,13 +54,16 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _phase(phase: dict[str, Any]) -> str:
+    form = ", one graph" if phase["captured"] else ""
     said = [
         f"\n{phase['engine']}, {phase['phase']}, {phase['batch']} x {phase['context']}: {phase['step_ms']:.3f} ms"
-        f" a step (median {phase['median_ms']:.3f}); the operators add up to {phase['operators_ms']:.3f}"
-        f" ({phase['operators_over_step']:.1%}); recording took {phase['profiling_cost']:.1%} more",
+        f" a step (median {phase['median_ms']:.3f}{form}), {phase['recorded_over_step']:.1%} of it while recorded;"
+        f" operators add up to {phase['operators_ms']:.3f} ({phase['operators_over_step']:.1%}), by {phase['method']}",
         f"  {'operator':26} {'calls':>5} {'M x K x N':>20} {'GFLOP':>9} {'MB':>9} {'FLOP/B':>8} {'wall':>8}"
         f" {'ms':>9} {'floor':>9} {'×':>6} {'share':>6}",
     ]
+    if phase["note"]:
+        said.insert(1, f"  {phase['note']}")
     for row in sorted(phase["operators"], key=lambda row: -row["ms"]):
         if row["share"] < _SMALL:
             continue

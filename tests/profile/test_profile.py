@@ -14,7 +14,7 @@ import torch
 
 from diptych.cli import main
 from diptych.kernels.ceilings import Ceilings
-from diptych.profile import anatomy, softmax
+from diptych.profile import anatomy, measure, softmax
 from diptych.profile.borders import border
 from diptych.profile.memory import MemoryCurve, tidy, used
 from diptych.profile.ours import Ours
@@ -260,8 +260,8 @@ def test_an_interruption_keeps_what_was_measured(
     def interrupted(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(anatomy, "without_cache", interrupted)
-    limits = ["--context", "8", "--new", "2", "--rounds", "2", "--engine", "diptych"]
+    monkeypatch.setattr(measure, "_measure_heads", interrupted)
+    limits = ["--context", "8", "--new", "2", "--rounds", "2", "--engine", "diptych", "--show", "operators,mha"]
     assert main(["profile", str(tiny), *limits]) == 130
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["interrupted"]
