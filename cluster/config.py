@@ -45,16 +45,19 @@ class ServiceConfig(_Section):
 class EngineConfig(_Section):
     """What every worker of the service shares; see `WorkerSettings` for each field.
 
+    block_size: 0 takes 64 tokens where a group is on a GPU, whose kernels read such blocks best, and 16 elsewhere.
     host: left alone, it is each node's own address in a Ray cluster that the service joins, and the loopback address
     otherwise."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     transport: Literal["auto", "gloo", "nccl"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
-    block_size: Annotated[int, Field(ge=1, le=256)] = 16
+    block_size: Annotated[int, Field(ge=0, le=256)] = 0
     max_context: NotNegative = 0
     prefix_cache: bool = True
     overlap: Annotated[int, Field(ge=-1, le=1)] = -1
+    batch_invariant: bool = False
+    softmax: Literal["running", "unified"] = "running"
     message_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
     check_integrity: bool = False
     host: str = "127.0.0.1"
@@ -143,10 +146,9 @@ class Config(_Section):
 
     def groups(self) -> list[Group]:
         """Every worker group of the service, checked: at least one of each role that is needed."""
-        roles: tuple[Role, ...] = ("prefill", "decode") if self.roles == "disaggregated" else ("colocated",)
-        for role in roles:
+        for role in self._roles:
             self._check(role)
-        return [self._member(role, index) for role in roles for index in range(self._group(role).count)]
+        return [self._member(role, index) for role in self._roles for index in range(self._group(role).count)]
 
     def cpus(self) -> float:
         """Logical CPUs that a cluster of our own needs: every group and every router."""
@@ -157,6 +159,16 @@ class Config(_Section):
     @property
     def model_name(self) -> str:
         return self.service.model_name or Path(self.model).name
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the KV cache, the same for all groups."""
+        on_gpu = any(self._group(role).device.startswith("cuda") for role in self._roles)
+        return self.engine.block_size or (64 if on_gpu else 16)
+
+    @property
+    def _roles(self) -> tuple[Role, ...]:
+        return ("prefill", "decode") if self.roles == "disaggregated" else ("colocated",)
 
     def _group(self, role: Role) -> GroupConfig:
         return {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}[role]
@@ -175,6 +187,7 @@ class Config(_Section):
     def _member(self, role: Role, index: int) -> Group:
         own = self._group(role)
         shared = set(WorkerSettings.__struct_fields__)
+        engine = self.engine.model_dump() | {"block_size": self.block_size}
         settings = WorkerSettings(
             model=self.model,
             role=role,
@@ -182,8 +195,9 @@ class Config(_Section):
             service=self.service.name,
             limits=self.limits,
             **{name: value for name, value in own.model_dump().items() if name in shared},
-            **{name: value for name, value in self.engine.model_dump().items() if name in shared},
+            **{name: value for name, value in engine.items() if name in shared},
         )
+        settings.refuse_bad_modes()
         return Group(settings=settings, resources=own.resources())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from diptych.contract.errors import ConfigInvalid, ModelUnsupported
 from diptych.workers.model.family import FAMILIES
 from diptych.workers.parallel.layout import ModelSizes, refuse_bad_layout
-from diptych.workers.settings import WorkerSettings
+from diptych.workers.settings import UNIFIED_MAXIMUM, WorkerSettings
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20  # the format's own
@@ -66,6 +66,15 @@ def check_layout(folder: Path, groups: Iterable[WorkerSettings]) -> None:
     for group in groups:
         if group.tensor > 1 or group.spread_experts:
             refuse_bad_layout(sizes, group.grid, group.spread_experts, group.name)
+
+
+def check_unified_maximum(folder: Path, groups: Iterable[WorkerSettings]) -> None:
+    """Raises `ConfigInvalid` when a group's softmax needs a calibration that the model's folder does not hold."""
+    path = folder / UNIFIED_MAXIMUM
+    if not path.is_file() and any(group.softmax == "unified" for group in groups):
+        raise ConfigInvalid(
+            f"engine.softmax = unified needs {path}: run `diptych calibrate --model {folder} --prompts FILE` first."
+        )
 
 
 def _cached(name: str) -> Path:

@@ -39,7 +39,8 @@ class Problem:
 class Choice:
     """block: BN, BK and, with "flat" and "streamed", the number of splits of K; warps, stages: of the launch; ahead:
     columns of W brought into L2 before the predecessor's end; early: the next kernel may start as soon as there is
-    room; apart: RMSNorm runs as a launch of its own before; blocks: of "streamed" on one multiprocessor at a time."""
+    room; apart: RMSNorm runs as a launch of its own before; blocks: of "streamed" on one multiprocessor at a time;
+    rows: of x that a block of "flat" takes, 0 for all of them."""
 
     kind: Literal["gemv", "flat", "streamed", "library"]
     bn: int = 0
@@ -51,6 +52,7 @@ class Choice:
     early: bool = False
     apart: bool = False
     blocks: int = 1
+    rows: int = 0
 
 
 LIBRARY = Choice("library")

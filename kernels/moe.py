@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ def route_scores(scores: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, T
     probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32 if scores.dtype != torch.float64 else None)
     weights, experts = probabilities.topk(top_k, dim=-1)
     if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
+        total = reduce(torch.add, weights.unbind(-1))  # in one order, however many tokens there are
+        weights = weights / total.unsqueeze(-1)
     return weights, experts
 
 

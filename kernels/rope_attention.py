@@ -19,6 +19,19 @@ from diptych.kernels.rope import Rope
 _SHORT = 512
 
 
+@dataclass(frozen=True, eq=False)
+class Unified:
+    """The asynchronous softmax of FlashDecoding++ (Hong et al., arXiv 2311.01282, §3): a scale known before takes the
+    place of decode's running maximum. Rows whose largest score leaves [phi - low, phi + high] (natural units of the
+    scores) are computed again. counts: int64 [2], adds up the rows computed again and all rows, a part of a split
+    sequence as a row of its own."""
+
+    phi: float
+    low: float
+    high: float
+    counts: Tensor
+
+
 def rope_attention(
     qkv: Tensor,
     batch: Batch,
@@ -35,6 +48,7 @@ def rope_attention(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float = 1e-6,
+    unified: Unified | None = None,
 ) -> Tensor:
     """For each token t of sequence b, at position p:
 
@@ -47,8 +61,8 @@ def rope_attention(
     qkv: [T, (heads + 2 * kv_heads) * head_dim], last dimension contiguous, heads of q first, then k, then v; its
     contents may be overwritten. k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], any strides but a
     contiguous last dimension; written at `batch.slots` only. q_norm, k_norm: [head_dim]. Query head h reads KV head
-    h // (heads / kv_heads). Returns [T, heads * head_dim] of qkv's dtype, contiguous. Sequences do not affect each
-    other.
+    h // (heads / kv_heads). unified: how decode may take its softmax on a GPU; the result is the same. Returns
+    [T, heads * head_dim] of qkv's dtype, contiguous. Sequences do not affect each other.
     """
     run = rope_attention_reference
     if qkv.is_cuda:
@@ -57,7 +71,7 @@ def rope_attention(
         run = launch
     return run(
         qkv, batch, k_cache, v_cache, rope, heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=scale,
-        window=window, softcap=softcap, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
+        window=window, softcap=softcap, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, unified=unified,
     )  # fmt: skip
 
 
@@ -77,6 +91,7 @@ def rope_attention_reference(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float = 1e-6,
+    unified: Unified | None = None,
 ) -> Tensor:
     rows = qkv.view(qkv.shape[0], heads + 2 * kv_heads, head_dim)
     turned, value = rows[:, : heads + kv_heads], rows[:, heads + kv_heads :]

@@ -159,6 +159,9 @@ def _worker(desk: Desk, worker_id: str) -> pb.Worker:
         links=load.links,
         pids=[info.pid, *info.engine_pids],
         generated_total=load.generated_total,
+        expert_tokens=load.experts,
+        softmax_rows=load.softmax_rows[1],
+        softmax_rows_recomputed=load.softmax_rows[0],
     )
 
 

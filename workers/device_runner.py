@@ -115,6 +115,7 @@ class DeviceRunner(Runner):
         self.on_gpu = self.device.type == "cuda"
         self._ids = [torch.zeros(max_batch, dtype=torch.int64, pin_memory=self.on_gpu) for _ in range(2)]
         self._turn = 0
+        self.softmax_counts = torch.zeros(2, dtype=torch.int64, pin_memory=self.on_gpu)
         self._order: dict[int, int] = {}  # of the last launch: id(sequence) → its row among the drawn ones
         sizes = ladder(max_batch) if graphs and self.on_gpu else []
         with torch.inference_mode():
@@ -177,6 +178,8 @@ class DeviceRunner(Runner):
         self._turn = 1 - self._turn
         ids = self._ids[self._turn][: len(picked)]
         ids.copy_(self.drawn[: len(picked)], non_blocking=True)
+        if self.decoder.unified is not None:
+            self.softmax_counts.copy_(self.decoder.unified.counts, non_blocking=True)
         kept = logits[: len(picked)].clone() if asked else None
         ready = None
         if self.on_gpu:

@@ -446,6 +446,7 @@ class Engine:
             lost=lost,
             draining=self.draining,
             experts=self.runner.decoder.expert_load(),
+            softmax_rows=tuple(self.runner.softmax_counts.tolist()),
         )
         self.channel.send(Report(load))
 

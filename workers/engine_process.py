@@ -33,6 +33,7 @@ from diptych.workers.device_runner import DeviceRunner, rehearse
 from diptych.workers.engine import Engine
 from diptych.workers.handover import Handover
 from diptych.workers.memory import cache_blocks, refuse_what_does_not_fit
+from diptych.workers.model.calibration import unified_of
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import dtype_of, load
@@ -204,11 +205,16 @@ def build_rank(launch: Launch, channel: EngineChannel, groups: Groups) -> Rank:
         torch.cuda.set_device(settings.device)
         refuse_what_does_not_fit(settings, config, dtype, shard)
 
+    unified = None if settings.softmax == "running" else unified_of(settings.model, dtype, settings.device)
+
     def progress(done: int, total: int) -> None:
         channel.send(Loading(done, total))
 
     weights = load(settings.model, config, dtype, settings.device, settings.load_format, progress, shard)
-    decoder = Decoder(config, weights, groups.sharing, shard, max_positions=context, everyone=groups.everyone)
+    decoder = Decoder(
+        config, weights, groups.sharing, shard, max_positions=context, everyone=groups.everyone,
+        batch_invariant=settings.batch_invariant, unified=unified,
+    )  # fmt: skip
     sampler = Sampler(config.vocab, settings.device)
     blocks = cache_blocks(settings, layout, (lambda: rehearse(decoder, layout, settings, context)) if on_gpu else None)
     if groups.everyone is not None:

@@ -84,6 +84,8 @@ class Runner:
         self.sampler = sampler
         self.block_size = cache.layout.block_size
         self.overlap = 0  # steps that may be launched before the last one is committed
+        self.softmax_counts = torch.zeros(2, dtype=torch.int64)
+        """On the host: rows of decode attention that left the unified maximum's window, and all of them."""
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:

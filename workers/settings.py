@@ -6,9 +6,13 @@ from typing import Literal
 
 import msgspec
 
+from diptych.contract.errors import ConfigInvalid
 from diptych.contract.limits import Limits
 from diptych.contract.wire import Role
 from diptych.workers.parallel.layout import Grid
+
+UNIFIED_MAXIMUM = "unified_maximum.json"
+"""What `diptych calibrate` leaves in a model's folder."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +31,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     spread_experts: each of all those ranks holds whole experts rather than a slice of every one. threads: torch threads
     of each engine. host: the address that listeners bind to and publish.
     overlap: steps scheduled ahead of the one that runs: 0 on a CPU, 1 on a GPU; -1 picks.
+    batch_invariant: one kernel a product and one for attention, cut alike in every batch: a request's tokens then do
+    not depend on what runs beside it. softmax: how decode attention takes it; unified needs `diptych calibrate` before.
     send_delay_s: a test hook that slows a sender between two messages. check_integrity: whenever the engine falls idle,
     check the pool's books against every holder, and end the group if they disagree (for tests: it scans the pool).
     """
@@ -56,6 +62,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     spread_experts: bool = False
     host: str = "127.0.0.1"
     overlap: int = -1
+    batch_invariant: bool = False
+    softmax: Literal["running", "unified"] = "running"
     message_bytes: int = 4 << 20
     send_delay_s: float = 0.0
     check_integrity: bool = False
@@ -64,3 +72,21 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def grid(self) -> Grid:
         return Grid(self.data, self.tensor)
+
+    def refuse_bad_modes(self) -> None:
+        """Raises `ConfigInvalid` where a way of computing does not go with the device, the layout or another one."""
+        asked = "engine.batch_invariant" if self.batch_invariant else "engine.softmax = unified"
+        if not self.batch_invariant and self.softmax == "running":
+            return
+        if self.batch_invariant and self.softmax == "unified":
+            raise ConfigInvalid(
+                "engine.batch_invariant has one attention kernel, which takes no unified maximum: unset one of the two."
+            )
+        group = self.name or self.role
+        if not self.device.startswith("cuda"):
+            raise ConfigInvalid(f"{asked} is a choice of GPU kernels, and {group} is on device {self.device}.")
+        if self.batch_invariant and self.grid.ranks > 1:
+            raise ConfigInvalid(
+                "engine.batch_invariant needs one rank a group, as sums over ranks depend on their size;"
+                f" {group} has {self.grid.text}."
+            )

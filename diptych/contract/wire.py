@@ -149,7 +149,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     clock: (monotonic, wall) in ns at sending. links: ids of the prefill workers (at decode) or decode workers (at
     prefill) to which a link is ready. prefixes: digests of cached prefix blocks gained and lost since the last message
     of the session (bounded; the router keeps a hint, never a promise). experts: tokens that each expert was given
-    since the start, where experts are spread over ranks.
+    since the start, where experts are spread over ranks. softmax_rows: rows of decode attention that left the unified
+    maximum's window and were computed again, and all of them, since the start.
     """
 
     clock: tuple[int, int]
@@ -166,6 +167,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     lost: tuple[bytes, ...] = ()
     draining: bool = False
     experts: tuple[int, ...] = ()
+    softmax_rows: tuple[int, int] = (0, 0)
 
 
 # the session's opening, both directions: a mutual challenge before anything else

@@ -128,8 +128,10 @@ def decode_attention_kernel(
         strays = tl.sum((alive & ((top > phi + high) | (top < phi - low))).to(tl.int32), axis=0)
         denominator = denominator * opening + tl.sum(weights, axis=1)
         maximum = tl.zeros((PAD,), tl.float32) + phi
+        if head == 0:
+            tl.atomic_add(stat_ptr + 1, (queries * HEADS).to(tl.int64))
         if strays > 0:
-            tl.atomic_add(stat_ptr, strays)
+            tl.atomic_add(stat_ptr, strays.to(tl.int64))
             maximum, denominator, acc = _opened(last, score, opening_v)
             maximum, denominator, acc = _walk(
                 q, begin, end, q_pos, table, k_base, v_base, k_block, k_token, v_block, v_token, dim, token,

@@ -1,8 +1,8 @@
 """FlatGEMM: y = x · Wᵀ for a few rows of x on the matrix units (Hong et al., arXiv 2311.01282, §4).
 
-The weights are the tall operand: BN rows of W against all (at most BM) rows of x. W is walked once with STAGES tiles in
-flight; where N is too small to fill the GPU, K is split over blocks and the last block to arrive adds the parts up, in
-a fixed order. RMSNorm before and bias, residual and SiLU·mul after are fused.
+The weights are the tall operand: BN rows of W against BM rows of x, which are all of them where few are. W is walked
+once with STAGES tiles in flight; where N is too small to fill the GPU, K is split over blocks and the last block to
+arrive adds the parts up, in a fixed order. RMSNorm before and bias, residual and SiLU·mul after are fused.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ def flat_kernel(
     AHEAD: tl.constexpr,
     NORM: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x: [m <= BM, K]; w: [n, K], or [2n, K] with GATE; o: [m, n]. Grid: (ceil(n / BN), SPLIT)."""
-    tile, split = tl.program_id(0), tl.program_id(1)
+    """x: [m, K]; w: [n, K], or [2n, K] with GATE; o: [m, n]. Grid: (ceil(m / BM), ceil(n / BN), SPLIT): blocks that
+    share a tile of W follow one another."""
+    tile, split = tl.program_id(1), tl.program_id(2)
+    place = tl.program_id(0) * tl.num_programs(1) + tile
     rows = tile * BN + tl.arange(0, BN)
     SPAN: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT) * BK
     first = split * SPAN
@@ -37,7 +39,7 @@ def flat_kernel(
         if GATE:
             prefetch(u_row + pieces[None, :], PIECE)
     enter(PDL)
-    row = tl.arange(0, BM)
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
     seen = row[:, None] < m
     x_row = x_ptr + row[:, None] * x_stride
     acc = tl.zeros((BN, BM), tl.float32)
@@ -69,24 +71,25 @@ def flat_kernel(
                 NORM, GATE, BIAS, RESIDUAL)  # fmt: skip
     else:
         SIZE: tl.constexpr = BN * BM * (2 if GATE else 1) + BM
-        grid = tl.arange(0, BN)[:, None] * BM + row[None, :]
-        mine = part_ptr + (tile * SPLIT + split) * SIZE
+        lane = tl.arange(0, BM)
+        grid = tl.arange(0, BN)[:, None] * BM + lane[None, :]
+        mine = part_ptr + (place * SPLIT + split) * SIZE
         tl.store(mine + grid, acc)
         if NORM:
-            tl.store(mine + SIZE - BM + row, total)
+            tl.store(mine + SIZE - BM + lane, total)
         if GATE:
             tl.store(mine + BN * BM + grid, up)
         tl.debug_barrier()
-        if tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLIT - 1:
-            tl.store(count_ptr + tile, 0)
+        if tl.atomic_add(count_ptr + place, 1, sem="acq_rel") == SPLIT - 1:
+            tl.store(count_ptr + place, 0)
             acc = tl.zeros((BN, BM), tl.float32)
             up = acc
             total = tl.zeros((BM,), tl.float32)
             for s in tl.static_range(SPLIT):
-                part = part_ptr + (tile * SPLIT + s) * SIZE
+                part = part_ptr + (place * SPLIT + s) * SIZE
                 acc += tl.load(part + grid, cache_modifier=".cg")
                 if NORM:
-                    total += tl.load(part + SIZE - BM + row, cache_modifier=".cg")
+                    total += tl.load(part + SIZE - BM + lane, cache_modifier=".cg")
                 if GATE:
                     up += tl.load(part + BN * BM + grid, cache_modifier=".cg")
             _finish(acc, up, total, b_ptr, r_ptr, o_ptr, rows, row, m, n, r_stride, o_stride, eps, K,

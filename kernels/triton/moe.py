@@ -3,13 +3,18 @@ the host. Right at every size; its speed is a later matter."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import linear
 
 from diptych.contract.errors import ModelUnsupported
-from diptych.kernels.moe import Experts, route
+from diptych.kernels.invariance import is_batch_invariant
+from diptych.kernels.moe import Experts, route_scores
+from diptych.kernels.triton.products import product
 
 
 @triton.jit
@@ -72,7 +77,8 @@ def moe(x: Tensor, router_weight: Tensor, gate_up: Experts, down: Experts, top_k
     (tokens, hidden), (experts, width2, _) = x.shape, gate_up.shape
     if tokens == 0:
         return torch.empty_like(x)
-    weights, chosen = route(x, router_weight, top_k, normalise)
+    scores = product(x, router_weight) if is_batch_invariant() else linear(x, router_weight)
+    weights, chosen = route_scores(scores, top_k, normalise)
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     count = torch.zeros(experts, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
@@ -81,14 +87,19 @@ def moe(x: Tensor, router_weight: Tensor, gate_up: Experts, down: Experts, top_k
     parts = torch.empty(rows, hidden, dtype=torch.float32, device=x.device)
     _grouped(x, gate_up, inner, order, count, weights, f, top_k, first=True)
     _grouped(inner, down, parts, order, count, weights, hidden, top_k, first=False)
-    return parts.view(tokens, top_k, hidden).sum(1).to(x.dtype)
+    return _added(parts.view(tokens, top_k, hidden)).to(x.dtype)
+
+
+def _added(parts: Tensor) -> Tensor:
+    """[T, H] of [T, top_k, H]. The library's sum may take another order at another number of rows."""
+    return functools.reduce(torch.add, parts.unbind(1)) if is_batch_invariant() else parts.sum(1)
 
 
 def _grouped(
     x: Tensor, w: Tensor, out: Tensor, order: Tensor, count: Tensor, weights: Tensor, n: int, top_k: int, first: bool
 ) -> None:
     rows, experts, k = order.shape[0], w.shape[0], w.shape[2]
-    bm = 64 if rows >= 64 * experts else 16
+    bm = 64 if rows >= 64 * experts and not is_batch_invariant() else 16
     wide = x.element_size() == 4
     tiles = min(rows, triton.cdiv(rows, bm) + experts)
     grouped_kernel[(tiles, triton.cdiv(n, 64))](

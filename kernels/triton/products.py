@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from diptych.contract.errors import ModelUnsupported
 from diptych.kernels.dataflow import Choice, Fusion, Problem, choose
+from diptych.kernels.invariance import fixed_choice, is_batch_invariant
 from diptych.kernels.triton.common import COUNTERS, counters, dependent_launch, launch_options, partials
 from diptych.kernels.triton.flat import flat_kernel
 from diptych.kernels.triton.gemv import gemv_kernel
@@ -19,6 +20,7 @@ from diptych.kernels.triton.silu_mul import silu_mul
 from diptych.kernels.triton.streamed import aligned, streamed
 
 Norm = tuple[Tensor, float] | None
+FEW = 1024
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -47,7 +49,7 @@ def product(
     if choice is None:
         fusion: Fusion = "norm_gate" if gate else "norm" if norm is not None else "plain"
         problem = Problem(weight.shape[1], weight.shape[0], x.shape[0], DTYPES[x.dtype], fusion)
-        choice = choose(device_name(x.device), problem)
+        choice = fixed_choice(problem) if is_batch_invariant() else choose(device_name(x.device), problem)
     if x.shape[0] == 0 or choice.kind == "library" or (choice.kind == "streamed" and not aligned(x, weight)):
         y = _library(x, weight, norm, gate, bias, residual)
         return y if out_dtype is None else y.to(out_dtype)
@@ -112,12 +114,19 @@ def _flat(
     c: Choice, pdl: int,
 ) -> None:  # fmt: skip
     (m, k), n = x.shape, out.shape[1]
+    if c.rows and m > FEW:  # what splits leave for one another is held for so many rows
+        for at in range(0, m, FEW):
+            part = slice(at, at + FEW)
+            rest = None if residual is None else residual[part]
+            _flat(x[part], weight, norm, gate, bias, rest, out[part], c, pdl)
+        return
     g, eps = norm or (x, 0.0)
     r, r_stride = (x, 0) if residual is None else (residual, residual.stride(0))
-    bm, tiles = max(16, triton.next_power_of_2(m)), triton.cdiv(n, c.bn)
-    assert c.split == 1 or tiles <= COUNTERS
-    size = tiles * c.split * (c.bn * bm * (2 if gate else 1) + bm) if c.split > 1 else 1
-    flat_kernel[(tiles, c.split)](
+    bm, tiles = c.rows or max(16, triton.next_power_of_2(m)), triton.cdiv(n, c.bn)
+    places = triton.cdiv(m, bm) * tiles
+    assert c.split == 1 or places <= COUNTERS
+    size = places * c.split * (c.bn * bm * (2 if gate else 1) + bm) if c.split > 1 else 1
+    flat_kernel[(triton.cdiv(m, bm), tiles, c.split)](
         x, weight, g, x if bias is None else bias, r, out, partials(x.device, size), counters(x.device),
         m, n, x.stride(0), r_stride, out.stride(0), eps,
         K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, AHEAD=_ahead(c, k),

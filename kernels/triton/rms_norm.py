@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.kernels.invariance import is_batch_invariant
 from diptych.kernels.triton.common import dependent_launch, enter, launch_options, leave
 
 
@@ -35,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if rows == 0:
         return y
     bh = triton.next_power_of_2(h)
-    per = max(1, 4096 // bh) if rows >= 1024 else 1
+    per = max(1, 4096 // bh) if rows >= 1024 and not is_batch_invariant() else 1
     pdl = dependent_launch(x.device, early=rows <= 128)
     rms_norm_kernel[(triton.cdiv(rows, per),)](
         flat, weight, y, rows, flat.stride(0), eps,

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from diptych.contract.errors import Internal, ModelUnsupported
 from diptych.kernels.batch import Batch
+from diptych.kernels.invariance import is_batch_invariant
 from diptych.kernels.rope import Rope
+from diptych.kernels.rope_attention import Unified
 from diptych.kernels.triton.common import (
     COUNTERS,
     counters,
@@ -59,17 +61,6 @@ def prefill_config(itemsize: int, head_dim: int) -> PrefillConfig:
     if itemsize == 4 or head_dim > 128:
         return PrefillConfig(rows=64, columns=32, warps=4, stages=2)
     return PrefillConfig()
-
-
-@dataclass(frozen=True)
-class Unified:
-    """Operator 3: phi, low, high in units of the score (natural logarithm); `stray_rows`: int32 [1], counts the rows
-    that were computed again."""
-
-    phi: float
-    low: float
-    high: float
-    stray_rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -124,13 +115,16 @@ def rope_attention(
     if config is None:
         config = decode_config(sequences, kv_heads, qkv.element_size())
     norms = (q_norm, k_norm, norm_eps)
-    if batch.max_query == 1:
+    if batch.max_query == 1 and not is_batch_invariant():
         _decode(qkv, out, batch, k_cache, v_cache, rope, shape, norms, config, 1, unified)
         return out
     q = rope_write(
         qkv, batch, k_cache, v_cache, rope,
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps,
     )  # fmt: skip
+    if is_batch_invariant():  # prefill's kernel walks a sequence in tiles that only the sequence places
+        _prefill(q, out, batch, k_cache, v_cache, shape, max_query=0)
+        return out
     small = ROWS * kv_heads // heads if batch.max_query * heads <= ROWS * kv_heads else 1
     lens = batch.query_lens or (batch.max_query,)
     if any(n <= small for n in lens):
@@ -181,7 +175,7 @@ def _decode(
         q if rope is None else rope.cos, q if rope is None else rope.sin,
         q if q_norm is None else q_norm, q if k_norm is None else k_norm,
         partials(device, items * kv_heads * rows * (d + 2)), counters(device),
-        counters(device) if unified is None else unified.stray_rows,
+        counters(device) if unified is None else unified.counts,
         q.stride(0), batch.block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         shape.scale, shape.softcap or 1.0, eps,
         *((0.0, 0.0, 0.0) if unified is None else (unified.phi * log2e, unified.low * log2e, unified.high * log2e)),

@@ -38,6 +38,25 @@ def test_colocated_replaces_both_roles() -> None:
     assert {group.settings.block_size for group in config.groups()} == {32}
 
 
+def test_blocks_are_longer_where_a_group_is_on_a_gpu() -> None:
+    for tree, size in (({}, 16), ({"decode": {"device": "cuda"}}, 64), ({"engine": {"block_size": 8}}, 8)):
+        assert {group.settings.block_size for group in validate({"model": "m", **tree}).groups()} == {size}
+
+
+@pytest.mark.parametrize(
+    ("engine", "group", "words"),
+    [
+        ({"batch_invariant": True}, {}, "engine.batch_invariant.*prefill-0 is on device cpu"),
+        ({"softmax": "unified"}, {}, "engine.softmax = unified.*prefill-0 is on device cpu"),
+        ({"batch_invariant": True}, {"device": "cuda", "tensor": 2}, "one rank a group.*prefill-0 has"),
+        ({"batch_invariant": True, "softmax": "unified"}, {"device": "cuda"}, "unset one"),
+    ],
+)
+def test_a_mode_that_cannot_be_is_refused(engine: dict[str, object], group: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigInvalid, match=words):
+        validate({"model": "m", "engine": engine, "prefill": group, "decode": group}).groups()
+
+
 def test_a_gpu_group_books_its_gpus() -> None:
     config = validate({"model": "m", "decode": {"device": "cuda", "gpus": 2}})
     assert config.groups()[1].resources == {"CPU": 1.0, "GPU": 2.0}

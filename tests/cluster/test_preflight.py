@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from diptych.cluster.config import validate
 from diptych.cluster.ports import PortLease
-from diptych.cluster.preflight import check_model, model_folder
+from diptych.cluster.preflight import check_model, check_unified_maximum, model_folder
 from diptych.contract.errors import ConfigInvalid, ModelUnsupported
 
 
@@ -36,6 +37,16 @@ def cut(path: Path) -> None:
 
 def other_architecture(path: Path) -> None:
     broken(path, json.dumps(json.loads(path.read_text()) | {"architectures": ["GPT2LMHeadModel"]}).encode())
+
+
+def test_a_unified_maximum_must_be_calibrated(tmp_path: Path) -> None:
+    on_gpu = {"device": "cuda"}
+    config = validate({"model": "m", "engine": {"softmax": "unified"}, "prefill": on_gpu, "decode": on_gpu})
+    groups = [group.settings for group in config.groups()]
+    with pytest.raises(ConfigInvalid, match="diptych calibrate"):
+        check_unified_maximum(tmp_path, groups)
+    (tmp_path / "unified_maximum.json").write_text("{}")
+    check_unified_maximum(tmp_path, groups)
 
 
 def test_a_whole_model_passes(folder: Path) -> None:

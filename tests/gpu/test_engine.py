@@ -1,4 +1,5 @@
-"""The engine on a GPU gives the CPU reference's tokens in fp32: captured or not, alone and batched."""
+"""The engine on a GPU gives the CPU reference's tokens in fp32: captured or not, alone and batched; and, in its
+batch-invariant mode, its own tokens in bf16, whatever runs beside a request."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 
 from diptych.contract.request import Sampling
+from diptych.workers.model.calibration import Calibration, save
 from tests.support.engine import GREEDY, Harness
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SEEDED = Sampling(temperature=0.9, seed=7, top_k=40, top_p=0.95)
 PENALISED = Sampling(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.3)
@@ -43,7 +48,10 @@ def requests() -> list[tuple[str, tuple[int, ...], int, Sampling]]:
 
 
 def run(folder: Path, together: bool, **settings: object) -> dict[str, list[int]]:
-    harness = Harness(folder, dtype="float32", cache_blocks=160, **settings)
+    return drive(Harness(folder, **({"dtype": "float32", "cache_blocks": 160} | settings)), together)
+
+
+def drive(harness: Harness, together: bool) -> dict[str, list[int]]:
     for name, prompt, tokens, sampling in requests():
         harness.ask(name, prompt, tokens, sampling, salt="" if together else name)
         if not together:
@@ -71,3 +79,36 @@ def test_preemption_on_a_gpu(tiny: Path, reference: dict[str, list[int]]) -> Non
         harness.ask(name, prompt, tokens, sampling)
     harness.run()
     assert harness.loop.tokens == reference
+
+
+@pytest.fixture(scope="module")
+def invariant(tiny: Path) -> dict[str, list[int]]:
+    return run(tiny, False, dtype="bfloat16", device="cuda", batch_invariant=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"graphs": False},
+        {"token_budget": 40},
+        {"prefix_cache": False, "cache_blocks": 22},
+        {"max_batch": 3, "token_budget": 17},
+    ],
+    ids=["together", "eagerly", "in chunks", "preempted", "in small batches"],
+)
+def test_batch_invariance_in_bf16(tiny: Path, invariant: dict[str, list[int]], settings: dict[str, object]) -> None:
+    """Bitwise: drawn tokens and greedy ones are those of each request alone."""
+    assert run(tiny, True, **({"dtype": "bfloat16", "device": "cuda", "batch_invariant": True} | settings)) == invariant
+
+
+@pytest.mark.parametrize(("phi", "all_again"), [(0.0, False), (500.0, True)])
+def test_a_unified_maximum_gives_the_same_tokens(
+    tiny: Path, reference: dict[str, list[int]], phi: float, all_again: bool
+) -> None:
+    save(Calibration(phi, 60.0, 60.0, 1.0, (0.0, 0.0), ()), tiny)
+    harness = Harness(tiny, dtype="float32", device="cuda", cache_blocks=160, softmax="unified")
+    assert drive(harness, True) == reference
+    again, rows = harness.engine.runner.softmax_counts.tolist()
+    assert rows > 0
+    assert again == rows if all_again else again < rows

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from diptych.contract.errors import ConfigInvalid
 from diptych.workers.model.calibration import BINS, calibrate, read, save
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
@@ -27,6 +29,7 @@ def test_window_covers_the_rows_and_every_score_is_counted(tmp_path: Path) -> No
     assert len(found.histogram) == BINS
     assert found.rows_inside == 1.0
     assert found.scores[0] - 1e-3 <= found.phi <= found.scores[1] + 1e-3
-    assert read(tmp_path) is None
+    with pytest.raises(ConfigInvalid, match="diptych calibrate"):
+        read(tmp_path)
     save(found, tmp_path)
     assert read(tmp_path) == found

@@ -2,7 +2,7 @@
 
     diptych calibrate --model FOLDER --prompts FILE [--device cuda]
 
-PROMPTS.json: a list of lists of token ids. The result is stored beside the model as `unified_maximum.json`: phi, the
+The result is stored beside the model as `unified_maximum.json`: phi, the
 window that a row's largest score must stay in, the share of rows that do, and a histogram of all scores. Knows nothing
 of serving; a forward pass over each prompt is all it runs.
 """
@@ -16,13 +16,15 @@ import msgspec
 import torch
 from torch import Tensor
 
+from diptych.contract.errors import ConfigInvalid
 from diptych.kernels.batch import Batch
 from diptych.kernels.norm_linear import norm_linear
 from diptych.kernels.rms_norm import rms_norm_reference
+from diptych.kernels.rope_attention import Unified
 from diptych.workers.cache import KVCache
 from diptych.workers.model.decoder import Cache, Decoder, Layer
+from diptych.workers.settings import UNIFIED_MAXIMUM
 
-FILE = "unified_maximum.json"
 PAGE = 16
 BINS, REACH = 512, 256.0
 # exp(score - phi) must neither overflow nor vanish: in bfloat16 and float32 far from 88, in float16 from 11.
@@ -111,12 +113,26 @@ def _forward(decoder: Decoder, prompt: Sequence[int]) -> None:
 
 
 def save(calibration: Calibration, folder: str | Path) -> Path:
-    path = Path(folder) / FILE
+    path = Path(folder) / UNIFIED_MAXIMUM
     path.write_bytes(msgspec.json.format(msgspec.json.encode(calibration)))
     return path
 
 
-def read(folder: str | Path) -> Calibration | None:
-    """What was stored beside the model, if anything was."""
-    path = Path(folder) / FILE
-    return msgspec.json.decode(path.read_bytes(), type=Calibration) if path.exists() else None
+def read(folder: str | Path) -> Calibration:
+    """What was stored beside the model. Raises `ConfigInvalid` where nothing was, or nothing that can be read."""
+    path = Path(folder) / UNIFIED_MAXIMUM
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Calibration)
+    except FileNotFoundError:
+        raise ConfigInvalid(
+            f"engine.softmax = unified needs {path}: run `diptych calibrate --model {folder} --prompts FILE` first."
+        ) from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigInvalid(f"{path} is not what `diptych calibrate` writes: {error}.") from None
+
+
+def unified_of(folder: str | Path, dtype: torch.dtype, device: str) -> Unified:
+    """The maximum that decode attention on `device` takes for granted, with counts of its own."""
+    found, reach = read(folder), WINDOW[dtype]
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    return Unified(found.phi, min(found.low, reach), min(found.high, reach), counts)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.batch import Batch
+from diptych.kernels.invariance import batch_invariant
 from diptych.kernels.linear import pack_weight
 from diptych.kernels.moe import Experts
 from diptych.kernels.norm_gate_up import norm_gate_up
 from diptych.kernels.norm_linear import norm_linear
 from diptych.kernels.rms_norm import rms_norm
-from diptych.kernels.rope_attention import rope_attention
+from diptych.kernels.rope_attention import Unified, rope_attention
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.loader import Weights
 from diptych.workers.parallel.experts import SpreadExperts
@@ -65,14 +66,19 @@ class Decoder:
         shard: Shard = WHOLE,
         max_positions: int | None = None,
         everyone: Group | None = None,
+        batch_invariant: bool = False,
+        unified: Unified | None = None,
     ) -> None:
         """Takes `weights` over and empties it, so that no plain copy outlives its packed one.
 
         group: the ranks that share this one's tokens. shard: this rank's; `weights` are what it holds. max_positions:
         the longest context to prepare for; the model's own by default. everyone: all ranks, over which experts are
-        spread; `group` by default.
+        spread; `group` by default. batch_invariant: on a GPU, a token's bits do not depend on its batch. unified: how
+        decode takes its softmax on a GPU.
         """
         self.config = config
+        self.batch_invariant = batch_invariant
+        self.unified = unified
         table = weights.pop("embedding")
         head = pack_weight(table if config.tied else weights.pop("head"))
         self.embedding = Embedding(table, group)
@@ -96,10 +102,11 @@ class Decoder:
     @torch.inference_mode()
     def __call__(self, batch: Batch, cache: Cache) -> Tensor:
         """Hidden states [T, H] of the batch's tokens, before the last norm; their keys and values are in `cache`."""
-        x = self.embedding(batch.token_ids)
-        for index, layer in enumerate(self.layers):
-            x = self._attention(x, index, layer, batch, cache)
-            x = self._feed_forward(x, layer)
+        with batch_invariant(self.batch_invariant):
+            x = self.embedding(batch.token_ids)
+            for index, layer in enumerate(self.layers):
+                x = self._attention(x, index, layer, batch, cache)
+                x = self._feed_forward(x, layer)
         return x
 
     @torch.inference_mode()
@@ -113,7 +120,8 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] float32 of some rows of `__call__`'s result: the same bits at every rank."""
-        return self.head(hidden)
+        with batch_invariant(self.batch_invariant):
+            return self.head(hidden)
 
     def read_bytes(self) -> int:
         """Bytes of this rank's matrices that every decode step reads; experts, of which it reads some, not counted."""
@@ -146,6 +154,7 @@ class Decoder:
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             norm_eps=config.eps,
+            unified=self.unified,
         )
         return layer.out(mixed, residual=x)
 

@@ -108,7 +108,7 @@ class LeadingRunner:
     def __init__(self, runner: Runner, followers: Followers) -> None:
         self.runner, self.followers = runner, followers
         self.decoder, self.cache = runner.decoder, runner.cache
-        self.overlap = runner.overlap
+        self.overlap, self.softmax_counts = runner.overlap, runner.softmax_counts
         self._known: dict[Sequence, _Known] = {}
         self._handles = 0
         self._changes = [_Changes() for _ in range(followers.grid.data)]
