@@ -13,6 +13,7 @@ step() { # seconds, name, command…
 step 150 tests python3 -m pytest -q -c /dev/null --rootdir=. -p no:cacheprovider -W ignore tests/gpu --tb=short
 step 75 decode_step python3 -m benchmarks.decode_step
 step 40 decode_attention python3 -m benchmarks.decode_attention --page 64
+step 60 unified_max python3 -m benchmarks.unified_max
 step 35 prefill_attention python3 -m benchmarks.prefill_attention
 step 40 linears python3 -m benchmarks.linears
 step 20 glue python3 -m benchmarks.glue

@@ -24,8 +24,8 @@ from diptych.kernels.triton.silu_mul import silu_mul_kernel
 
 SHARED_MEMORY = 227 << 10
 FLOATS = {"eps", "scale", "softcap", "phi", "low", "high"}
-INT64 = {"top_k_ptr", "ids_ptr", "token_ptr", "position_ptr", "slot_ptr", "order_ptr", "out_ptr"}
-INT32 = {"table_ptr", "plan_ptr", "context_ptr", "start_ptr", "count_ptr", "block_ptr", "stat_ptr"}
+INT64 = {"top_k_ptr", "ids_ptr", "token_ptr", "position_ptr", "slot_ptr", "order_ptr", "out_ptr", "stat_ptr"}
+INT32 = {"table_ptr", "plan_ptr", "context_ptr", "start_ptr", "count_ptr", "block_ptr"}
 FLOAT32 = {"part_ptr", "cos_ptr", "sin_ptr", "scale_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"}
 
 PRODUCT = {"K": 4096, "BIAS": False, "PDL": 1}
