@@ -27,6 +27,7 @@ test-slow: $(READY)
 	$(PYTEST) -m 'slow and not gpu'
 
 test-gpu: $(READY)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '.[sanitizer]'
 	$(PYTEST) -m gpu
 
 lint: $(READY)
