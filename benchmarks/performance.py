@@ -273,18 +273,29 @@ def _ranged(values: dict[str, float]) -> str:
 
 def comparisons() -> Iterator[str]:
     for name, found in results("bench-compare"):
-        a, b = found["configurations"]
-        yield f"### {a} against {b}\n"
+        names = found["configurations"]
+        yield f"### {' against '.join(names)}\n"
         yield source(name, found)
-        rows = []
+        measured: list[tuple[Any, ...]] = []
+        tested: list[tuple[Any, ...]] = []
         for cell in found["cells"]:
-            for metric, v in cell["verdicts"].items():
-                spread = [f"{v[side]['median']:.1f} ({v[side]['min']:.1f}–{v[side]['max']:.1f})" for side in (a, b)]
-                where = f"{cell['workload']}, {cell['load']}"
-                rows.append(
-                    (where, metric.replace("_", " "), *spread, v["ratio"] or "–", v["p"], v["better"] or "neither")
+            where = f"{cell['workload']}, {cell['load']}"
+            for metric, verdict in cell["verdicts"].items():
+                label = metric.replace("_", " ")
+                spreads = (verdict["sides"][side] for side in names)
+                measured.append(
+                    (where, label, *(f"{v['median']:.1f} ({v['min']:.1f}–{v['max']:.1f})" for v in spreads))
                 )
-        yield table(("load", "metric", a, b, f"{b} / {a}", "p", "better"), rows)
+                tested += [
+                    (where, label, f"{pair['b']} / {pair['a']}", pair["ratio"] or "–", pair["p_holm"], pair["better"])
+                    for pair in verdict["pairs"] if pair["better"]
+                ]  # fmt: skip
+        rounds = max(pair["rounds"] for cell in found["cells"] for v in cell["verdicts"].values() for pair in v["pairs"])
+        yield f"Medians over {rounds} rounds, and their range:\n"
+        yield table(("load", "metric", *names), measured)
+        if tested:
+            yield "Differences beyond chance, p corrected for the number of pairs (Holm):\n"
+            yield table(("load", "metric", "", "ratio", "p", "better"), tested)
         yield "\n".join(f"- {sentence}" for sentence in found["conclusion"]) + "\n"
 
 

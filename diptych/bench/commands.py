@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from diptych.bench import compare as comparing
 from diptych.bench import plots, tables
 from diptych.bench.about import keep, result_line
+from diptych.bench.conclusion import conclusion, lines_crossing
 from diptych.bench.serve import Bench, Load, Workload, bench, search, sweep
 from diptych.bench.service import Target, arguments_of
 from diptych.bench.shapes import SHAPES
@@ -82,10 +83,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="search for the highest load that keeps the objective")
     parser.add_argument("--share", type=float, default=0.9, help="of requests that must meet it (default: %(default)s)")
     parser.add_argument(
-        "--compare", nargs=2, metavar="CONFIGURATION",
-        help="two services by turns: each [NAME:=]HOST:PORT or [NAME:=]SETTING=VALUE,… (with --model)",
+        "--compare", nargs="+", metavar="CONFIGURATION",
+        help="services by turns: each [NAME:=]HOST:PORT or [NAME:=]SETTING=VALUE,… (with --model); A|B as VALUE: both",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=_count, default=6, metavar="N", help="of a comparison; 6 can show p ≤ 0.05")
+    parser.add_argument(
+        "--rounds", type=_count, metavar="N", help="of a comparison; default: the fewest that can show p ≤ 0.05"
+    )
     parser.add_argument("--self-test", action="store_true", help="the load generator against a stub")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep requests, JSON and plots there")
 
@@ -234,11 +237,16 @@ def _kept_at_the_end(stop: asyncio.Event) -> Any:
 async def _compare(
     args: argparse.Namespace, loads: list[Load], objective: Objective | None, stop: asyncio.Event
 ) -> dict[str, Any]:
-    """Both services run all the time; only one is under load, and an idle one waits without working."""
-    targets = [Target.parse(text, args.model) for text in args.compare]
+    """All services run all the time; only one is under load, and an idle one waits without working."""
+    targets = [target for text in args.compare for target in Target.swept(text, args.model)]
     names = [target.name for target in targets]
-    if names[0] == names[1]:
-        raise ConfigInvalid(f"Both configurations are called {names[0]!r}; give them names, as a:={names[0]}.")
+    if len(names) < 2:
+        raise ConfigInvalid(f"A comparison needs two configurations; there is only {names[0]!r}.")
+    if same := [name for name in names if names.count(name) > 1]:
+        raise ConfigInvalid(f"Several configurations are called {same[0]!r}; give them names, as a:={same[0]}.")
+    count = args.rounds or comparing.enough_rounds(len(names))
+    if warning := comparing.too_few(len(names), count):
+        print(warning, file=sys.stderr)
     rounds: list[dict[str, Any]] = []
     cells: list[comparing.Cell] = []
 
@@ -256,10 +264,10 @@ async def _compare(
             print(f"{workload}\n{tables.HEAD}", flush=True)
             for side in sides:
                 side.workload = workload
-            cells += await comparing.compare(sides, names, loads, args.rounds, objective, told)
+            cells += await comparing.compare(sides, names, loads, count, objective, told)
             if stop.is_set():
                 break
-    said = comparing.conclusion(cells, names)
+    said = [warning] * bool(warning) + conclusion(cells, names)
     print(*(tables.verdicts(cell, names) for cell in cells), *said, sep="\n")
     return _compared(cells, names, rounds, said)
 
@@ -272,8 +280,10 @@ def _compared(
          "level": cell.load.level, "verdicts": cell.verdicts(names)}
         for cell in cells
     ]  # fmt: skip
-    of = {name: [cell for cell in cells if cell.workload == name] for name in {cell.workload: 0 for cell in cells}}
+    lines = [
+        {"of": what, "a": names[a], "b": names[b], "at": found}
+        for what, (a, b), found in lines_crossing(cells, len(names))
+    ]
     return {
-        "configurations": list(names), "cells": rows, "rounds": rounds, "conclusion": said,
-        "crossings": {name: comparing.crossings(some) for name, some in of.items()},
+        "configurations": list(names), "cells": rows, "rounds": rounds, "conclusion": said, "crossings": lines,
     }  # fmt: skip

@@ -1,7 +1,9 @@
-"""Two configurations in one run, by turns: which one pays, by how much, at which loads, and whether chance would do.
+"""Two or more configurations in one run, by turns: which one pays, by how much, at which loads, and whether chance
+would do.
 
-Owns the comparison's plan and its words. A round runs both, the first one alternating, with the same arrivals; p is the
-sign-flip test's over the rounds' differences.
+Owns the comparison's plan and its verdicts; their words are `conclusion`'s. A round runs every configuration with the
+same arrivals, in an order that changes, so that each comes first and last equally often. Any two are compared by the
+sign-flip test over the rounds' differences; of all pairs of one metric at one load the p are corrected after Holm.
 """
 
 from __future__ import annotations
@@ -9,39 +11,84 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from diptych.bench.load import Record
 from diptych.bench.serve import Bench, Load, Told
-from diptych.bench.stats import Objective, crossing, sign_flip, summary
+from diptych.bench.stats import ALPHA, Objective, crossing, fewest_rounds, holm, least_p, sign_flip, summary
 
-ALPHA = 0.05
 _LOWER = {"ttft_ms": "p50", "tpot_ms": "p50", "itl_ms": "p99", "e2e_ms": "p50"}
 _HIGHER = ("output_tokens_s", "goodput_requests_s")
 
 
+def pairs_of(sides: int) -> list[tuple[int, int]]:
+    return list(combinations(range(sides), 2))
+
+
+def enough_rounds(sides: int) -> int:
+    """The fewest rounds after which a difference can be beyond chance."""
+    return fewest_rounds(len(pairs_of(sides)))
+
+
+def too_few(sides: int, rounds: int) -> str:
+    """What to say when so many rounds cannot show any difference; empty when they can."""
+    pairs = len(pairs_of(sides))
+    if (least := pairs * least_p(rounds)) <= ALPHA:
+        return ""
+    return (
+        f"{rounds} rounds can show no difference between {sides} configurations: with {pairs} pairs p is {least:.2g} at"
+        f" best, above {ALPHA}. {enough_rounds(sides)} rounds can."
+    )
+
+
+def order(turn: int, sides: int) -> list[int]:
+    """Of a round: forwards and backwards by turns, beginning one further every other time."""
+    first = turn // 2 % sides
+    forwards = [(first + at) % sides for at in range(sides)]
+    return forwards if turn % 2 == 0 else forwards[::-1]
+
+
 @dataclass
 class Cell:
-    """Runs of both sides at one workload and load: for each metric, a value a round."""
+    """Runs of all sides at one workload and load. share: of prompt tokens in all tokens. rounds: for each, a side's
+    metrics."""
 
     workload: str
     load: Load
     share: float
-    values: tuple[dict[str, list[float]], dict[str, list[float]]] = field(default_factory=lambda: ({}, {}))
+    rounds: list[list[dict[str, float]]] = field(default_factory=list)
 
-    def add(self, side: int, found: dict[str, Any]) -> None:
-        for name, value in metrics(found).items():
-            self.values[side].setdefault(name, []).append(value)
+    def add(self, found: Sequence[dict[str, Any]]) -> None:
+        """found: of one round, the summary of each side."""
+        self.rounds.append([metrics(each) for each in found])
 
-    def verdicts(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """For each metric both medians with their spread, the median ratio b/a, p, and who is better if anyone is."""
-        rows = {}
-        for name in self.values[0]:
-            a, b = self.values[0][name], self.values[1].get(name, [])
-            count = min(len(a), len(b))
-            if count:
-                rows[name] = verdict(name, a[:count], b[:count], names)
-        return rows
+    def names(self) -> list[str]:
+        """Of the metrics that every side has in some round."""
+        seen = {name: None for sides in self.rounds for side in sides for name in side}
+        return [name for name in seen if all(self.values(name, side) for side in range(len(self.rounds[0])))]
+
+    def values(self, name: str, side: int) -> list[float]:
+        return [sides[side][name] for sides in self.rounds if name in sides[side]]
+
+    def paired(self, name: str, a: int, b: int) -> list[tuple[float, float]]:
+        """Of the rounds in which both have it."""
+        return [(sides[a][name], sides[b][name]) for sides in self.rounds if name in sides[a] and name in sides[b]]
+
+    def verdicts(self, sides: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """For each metric `sides`, their medians with spread, and `pairs`, every two of them compared."""
+        return {name: self._verdict(name, sides) for name in self.names()}
+
+    def _verdict(self, name: str, sides: Sequence[str]) -> dict[str, Any]:
+        pairs = [(a, b, self.paired(name, a, b)) for a, b in pairs_of(len(sides))]
+        found = [compared(values) | {"a": sides[a], "b": sides[b], "better": ""} for a, b, values in pairs]
+        for (a, b, values), row, p in zip(pairs, found, holm([row["p"] for row in found]), strict=True):
+            row["p_holm"] = round(p, 4)
+            apart = sum(y - x for x, y in values)
+            if p <= ALPHA and apart:
+                row["better"] = sides[b] if (apart > 0) == (name in _HIGHER) else sides[a]
+            row["p"] = round(row["p"], 4)
+        return {"sides": {side: _spread(self.values(name, at)) for at, side in enumerate(sides)}, "pairs": found}
 
 
 def metrics(found: dict[str, Any]) -> dict[str, float]:
@@ -49,19 +96,13 @@ def metrics(found: dict[str, Any]) -> dict[str, float]:
     return values | {name: found[name] for name in _HIGHER if name in found}
 
 
-def verdict(name: str, a: list[float], b: list[float], names: Sequence[str]) -> dict[str, Any]:
+def compared(values: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """ratio: the median of b / a over the rounds where a is not 0, with its range; None if there is none."""
-    differences = [y - x for x, y in zip(a, b, strict=True)]
-    ratios = [y / x for x, y in zip(a, b, strict=True) if x]
-    p, apart = sign_flip(differences), statistics.fmean(differences)
-    better = ""
-    if p <= ALPHA and apart:
-        better = names[(apart > 0) if name in _HIGHER else (apart < 0)]
+    ratios = [b / a for a, b in values if a]
     return {
-        names[0]: _spread(a), names[1]: _spread(b),
-        "ratio": round(statistics.median(ratios), 4) if ratios else None,
+        "rounds": len(values), "ratio": round(statistics.median(ratios), 4) if ratios else None,
         "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)] if ratios else None,
-        "p": round(p, 4), "better": better,
+        "p": sign_flip([b - a for a, b in values]),
     }  # fmt: skip
 
 
@@ -82,16 +123,15 @@ async def compare(
     cells = [Cell(str(workload), load, _prompt_share(sides[0])) for load in loads]
     for turn in range(rounds):
         for cell in cells:
-            order = (0, 1) if turn % 2 == 0 else (1, 0)
             found: dict[int, dict[str, Any]] = {}
-            for side in order:
-                sides[side].runs = turn  # both see the same prompts
+            for side in order(turn, len(sides)):
+                sides[side].runs = turn  # all see the same prompts
                 records: list[Record] = await sides[side].run(cell.load, f"{names[side]}, {cell.load}")
                 if sides[side].stop.is_set():
                     return cells
                 found[side] = summary(records, objective)
+            cell.add([found[side] for side in range(len(sides))])
             for side, values in found.items():
-                cell.add(side, values)
                 told({"configuration": names[side], "load": str(cell.load), "round": turn + 1, **values})
     return cells
 
@@ -104,34 +144,13 @@ def _prompt_share(side: Bench) -> float:
     return prompt / (prompt + new)
 
 
-def crossings(cells: Sequence[Cell]) -> dict[str, list[float]]:
-    """For each metric, the load levels at which the two sides' medians cross (cells of one workload)."""
-    ordered = sorted(cells, key=lambda cell: cell.load.level)
+def crossings(points: Sequence[tuple[float, Cell]], a: int, b: int) -> dict[str, list[float]]:
+    """For each metric where the medians of two sides cross. points: (level or share, cell)."""
+    ordered = sorted(((x, cell) for x, cell in points if cell.rounds), key=lambda point: point[0])
     found = {}
-    for name in ordered[0].values[0] if ordered else ():
-        usable = [cell for cell in ordered if name in cell.values[0] and name in cell.values[1]]
-        points = [[statistics.median(cell.values[side][name]) for cell in usable] for side in (0, 1)]
-        if where := crossing([cell.load.level for cell in usable], *points):
-            found[name] = [round(level, 3) for level in where]
+    for name in ordered[0][1].names() if ordered else ():
+        usable = [(x, cell) for x, cell in ordered if name in cell.names()]
+        lines = [[statistics.median(cell.values(name, side)) for _, cell in usable] for side in (a, b)]
+        if where := crossing([x for x, _ in usable], *lines):
+            found[name] = [round(x, 3) for x in where]
     return found
-
-
-def conclusion(cells: Sequence[Cell], names: Sequence[str]) -> list[str]:
-    """In words: for each workload and load who is better at what, then where the lines cross."""
-    said = []
-    for cell in cells:
-        if not (rows := cell.verdicts(names)):
-            continue  # interrupted before it was measured
-        wins = [[name for name, row in rows.items() if row["better"] == side] for side in names]
-        where = f"{cell.workload} ({cell.share:.0%} of the tokens are prompt), {cell.load}"
-        for side, other, won, lost in ((names[0], names[1], *wins), (names[1], names[0], *wins[::-1])):
-            if won:
-                tail = f", and loses {', '.join(lost)}" if lost else ""
-                said.append(f"{where}: {side} pays against {other} in {', '.join(won)}{tail}.")
-                break
-        else:
-            said.append(f"{where}: neither pays; no difference is beyond chance (p > {ALPHA}).")
-    for workload in dict.fromkeys(cell.workload for cell in cells):
-        for name, levels in crossings([cell for cell in cells if cell.workload == workload]).items():
-            said.append(f"{workload}: the lines of {name} cross at {', '.join(f'{level:g}' for level in levels)}.")
-    return said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import sys
@@ -38,6 +39,24 @@ class Target:
         if bad := [part for part in settings if "=" not in part]:
             raise ConfigInvalid(f"Configuration {text!r}: {bad[0]!r} is neither SETTING=VALUE nor HOST:PORT.")
         return cls(name, "", ("--model", model, *(f"--set={part}" for part in settings)))
+
+    @classmethod
+    def swept(cls, text: str, model: str | None) -> list[Target]:
+        """As `parse`, but a setting may have several values, `SETTING=A|B|C`: a target each, named by them."""
+        name, named, rest = text.partition(":=")
+        options = [_options(part) for part in (rest if named else text).split(",")]
+        found = []
+        for settings in itertools.product(*options):
+            several = [setting.partition("=")[2] for setting, some in zip(settings, options, strict=True) if some[1:]]
+            label = " ".join([name, *several]) if named else ",".join(settings)
+            found.append(cls.parse(f"{label}:={','.join(settings)}", model))
+        return found
+
+
+def _options(part: str) -> list[str]:
+    """Of `SETTING=A|B` both settings."""
+    first, *others = part.split("|")
+    return [first, *(f"{first.partition('=')[0]}={other}" for other in others)]
 
 
 @asynccontextmanager

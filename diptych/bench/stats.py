@@ -22,6 +22,7 @@ SHARES = (0.5, 0.9, 0.95, 0.99)
 METRICS = ("ttft", "tpot", "itl", "e2e")
 _UNITS = {"ms": 1e-3, "s": 1.0}
 _EXACT = 12  # pairs up to which all sign flips are tried
+ALPHA = 0.05
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -119,13 +120,33 @@ def sign_flip(differences: Sequence[float], seed: int = 0) -> float:
     return far / len(flips)
 
 
+def least_p(pairs: int) -> float:
+    """The least that a sign-flip test of so many pairs can give."""
+    return 2.0 / 2**pairs if pairs else 1.0
+
+
+def fewest_rounds(tests: int) -> int:
+    """So many pairs does each of `tests` sign-flip tests need before one of them can be beyond chance after `holm`."""
+    return next(rounds for rounds in itertools.count(1) if tests * least_p(rounds) <= ALPHA)
+
+
+def holm(found: Sequence[float]) -> list[float]:
+    """p of several tests, each corrected for being one of them (Holm's step-down form of Bonferroni's), in order."""
+    corrected, least = [0.0] * len(found), 0.0
+    for place, at in enumerate(sorted(range(len(found)), key=lambda at: found[at])):
+        least = max(least, min(1.0, (len(found) - place) * found[at]))
+        corrected[at] = least
+    return corrected
+
+
 def crossing(xs: Sequence[float], a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """Where the lines through (x, a) and (x, b) cross, between the points by straight lines."""
+    """Where the lines through (x, a) and (x, b) cross, between the points by straight lines; where they only touch or
+    are one they do not."""
     found = []
-    gaps = [left - right for left, right in zip(a, b, strict=True)]
-    for (x0, g0), (x1, g1) in itertools.pairwise(zip(xs, gaps, strict=True)):
+    gaps = [(x, left - right) for x, left, right in zip(xs, a, b, strict=True)]
+    apart = [point for point in gaps if point[1]]
+    for (x0, g0), (x1, g1) in itertools.pairwise(apart):
         if g0 * g1 < 0:
-            found.append(x0 + (x1 - x0) * g0 / (g0 - g1))
-        elif g0 == 0:
-            found.append(x0)
+            meeting = [x for x, gap in gaps if not gap and x0 < x < x1]
+            found.append(meeting[0] if meeting else x0 + (x1 - x0) * g0 / (g0 - g1))
     return found

@@ -50,12 +50,17 @@ def self_test(found: dict[str, Any]) -> str:
 
 
 def verdicts(cell: Cell, names: Sequence[str]) -> str:
-    said = [f"{cell.workload}, {cell.load}: medians over rounds [range]; ratio = {names[1]} / {names[0]}"]
+    said = [f"{cell.workload}, {cell.load}: medians over rounds [range], then two by two"]
     for name, found in cell.verdicts(names).items():
-        a, b = (f"{f['median']:.2f} [{f['min']:.2f}–{f['max']:.2f}]" for f in (found[names[0]], found[names[1]]))
-        ratio = f"{found['ratio']:.3f}" if found["ratio"] is not None else "–"
-        better = f"{found['better']} is better" if found["better"] else "no difference beyond chance"
-        said.append(f"  {name:20} {a:>30} {b:>30}  × {ratio:<7} p {found['p']:<7.4f} {better}")
+        said.append(f"  {name}")
+        for side, spread in found["sides"].items():
+            values = f"{spread['median']:.2f} [{spread['min']:.2f}–{spread['max']:.2f}]"
+            said.append(f"    {side:24} {values:>32}")
+        for pair in found["pairs"]:
+            ratio = f"{pair['ratio']:.3f}" if pair["ratio"] is not None else "–"
+            better = f"{pair['better']} is better" if pair["better"] else "no difference beyond chance"
+            p = f"p {pair['p']:.4f}" + (f", of several {pair['p_holm']:.4f}" if len(found["pairs"]) > 1 else "")
+            said.append(f"    {pair['b']} / {pair['a']}: × {ratio}, {p}: {better}")
     return "\n".join(said)
 
 
@@ -90,7 +95,7 @@ def _draw_compared(folder: Path, name: str, found: dict[str, Any]) -> None:
                 axis = axes[line * len(metrics) + column]
                 usable = [cell for cell in of if metric in cell["verdicts"]]
                 for side, colour in zip(names, plots.COLOURS, strict=False):
-                    values = [cell["verdicts"][metric][side] for cell in usable]
+                    values = [cell["verdicts"][metric]["sides"][side] for cell in usable]
                     middle = [value["median"] for value in values]
                     spread = [[v["median"] - v["min"] for v in values], [v["max"] - v["median"] for v in values]]
                     levels = [cell["level"] for cell in usable]

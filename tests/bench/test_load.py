@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from diptych.bench.compare import Cell, conclusion, crossings
 from diptych.bench.load import Record, clock, closed_loop, generator, open_loop
 from diptych.bench.selftest import self_test, stub
 from diptych.bench.serve import Bench, Load, Workload, search
@@ -79,22 +78,6 @@ async def test_the_search_brackets_the_load(address: str, monkeypatch: pytest.Mo
         await search(made, Load(rate=10.0), Objective.parse("ttft=1ms"), 0.9, told.append)
 
 
-def test_a_comparison_in_words() -> None:
-    def cell(rate: float, a: float, b: float) -> Cell:
-        made = Cell("100x10", Load(rate=rate), 0.9)
-        for noise in (0.0, 0.01, -0.01, 0.02, 0.0, 0.01):
-            for side, value in enumerate((a + noise, b - noise)):
-                made.add(side, {"ttft_ms": {"p50": value}, "output_tokens_s": 10.0})
-        return made
-
-    cells = [cell(1.0, 5.0, 6.0), cell(2.0, 5.0, 4.0), cell(3.0, 5.0, 5.01)]
-    said = conclusion(cells, ("apart", "together"))
-    assert "1 requests/s: apart pays against together in ttft_ms p50" in said[0]
-    assert "together pays against apart" in said[1]
-    assert "neither pays" in said[2]
-    assert crossings(cells)["ttft_ms p50"][0] == pytest.approx(1.5, abs=0.02)
-
-
 async def test_the_self_test() -> None:
     """Its bars are for a machine of its own; here only that it measures."""
     found = await self_test(seconds=0.5, rate=200.0)
@@ -157,6 +140,8 @@ async def test_a_broken_trace_is_one_error(address: str, tmp_path: Path) -> None
         (["--recorded", "1"], "--trace"),
         (["--model", "x", "--address", "y:1"], "either"),
         (["--compare", "roles=colocated", "roles=disaggregated"], "--model"),
+        (["--compare", "127.0.0.1:1"], "needs two"),
+        (["--compare", "a:=127.0.0.1:1", "a:=127.0.0.1:2"], "Several configurations are called 'a'"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], word: str) -> None:

@@ -56,3 +56,6 @@ def test_the_significance_of_paired_differences() -> None:
 def test_where_two_lines_cross() -> None:
     assert crossing([1, 2, 4], [1, 2, 4], [3, 3, 3]) == [3.0]
     assert crossing([1, 2], [1, 2], [3, 3]) == []
+    assert crossing([1, 2, 3], [1, 3, 4], [3, 3, 3]) == [2]
+    assert crossing([1, 2, 3], [1, 3, 1], [3, 3, 3]) == []
+    assert crossing([1, 2], [3, 3], [3, 3]) == []
