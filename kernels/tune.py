@@ -143,8 +143,9 @@ def _streamed_candidates(problem: Problem, multiprocessors: int) -> list[Choice]
             continue  # two such blocks leave a thread fewer registers than its accumulators take
         wave = multiprocessors * blocks
         splits = {1, *(s for s in (multiprocessors // tiles, wave // tiles) if 1 < s <= 8 and problem.k >= 2 * s * bk)}
-        for split in splits if problem.fusion == "plain" else {1}:
-            for apart in (False, True) if problem.fusion != "plain" else (False,):
+        for apart in (False, True) if problem.fusion != "plain" else (False,):
+            divided = problem.fusion == "plain" or (problem.fusion == "norm" and apart)
+            for split in splits if divided else {1}:
                 found.append(Choice("streamed", bn, bk, split, warps, stages, apart=apart, blocks=blocks))
     return found
 
