@@ -290,7 +290,8 @@ def comparisons() -> Iterator[str]:
                     (where, label, f"{pair['b']} / {pair['a']}", pair["ratio"] or "–", pair["p_holm"], pair["better"])
                     for pair in verdict["pairs"] if pair["better"]
                 ]  # fmt: skip
-        rounds = max(pair["rounds"] for cell in found["cells"] for v in cell["verdicts"].values() for pair in v["pairs"])
+        verdicts = [verdict for cell in found["cells"] for verdict in cell["verdicts"].values()]
+        rounds = max(pair["rounds"] for verdict in verdicts for pair in verdict["pairs"])
         yield f"Medians over {rounds} rounds, and their range:\n"
         yield table(("load", "metric", *names), measured)
         if tested:
