@@ -57,7 +57,7 @@ VARIANTS: list[tuple[Any, dict[str, Any], int]] = [
     (prefill_plan_kernel, {"ROWS": 128, "MAXQ": 1, "BB": 128, "BI": 32}, 4),
     (prefill_attention_kernel,
      HEADS | {"BM": 128, "BN": 64, "STAGES": 3, "WINDOW": 0, "SOFTCAP": False, "PDL": 2}, 8),
-    (rope_write_kernel, HEADS | {"R": 128, "BQ": 32, "BKV": 8, "QK_NORM": True, "PDL": 2}, 4),
+    (rope_write_kernel, HEADS | {"R": 128, "BQ": 32, "BKV": 8, "BR": 64, "BD": 1, "QK_NORM": True, "PDL": 2}, 4),
     (rms_norm_kernel, {"H": 4096, "BH": 4096, "ROWS": 1, "PDL": 2}, 4),
     (silu_mul_kernel, {"BLOCK": 2048, "PDL": 2}, 8),
     (pack_kernel, {"D": 128, "BD": 128, "PAGE": 16, "BT": 16, "BH": 8, "INTO_PAGES": True}, 8),
