@@ -117,8 +117,8 @@ def test_a_unified_maximum_gives_the_same_tokens(
 def test_where_the_default_mode_differs_in_bf16_the_margin_was_small(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Alone and batched, the default mode may draw other tokens where kernels round otherwise: only between tokens whose
-    logits in float32 are closer than four roundings of the largest one to bf16, and rarely."""
+    """Alone and batched, the default mode may draw other tokens where kernels round otherwise: only between tokens
+    whose logits in float32 are closer than four roundings of the largest one to bf16, and rarely."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
