@@ -70,7 +70,9 @@ def long_prompt(length: int, seed: int) -> tuple[int, ...]:
 
 
 async def test_hand_over(demo_model: Path) -> None:
-    async with cluster_of(group(demo_model, "prefill"), group(demo_model, "decode")) as cluster:
+    # A prompt of a hundred tokens takes several chunks and several messages.
+    small = {"token_budget": 40, "message_bytes": 1 << 20, "max_batch": 32}
+    async with cluster_of(group(demo_model, "prefill", **small), group(demo_model, "decode", **small)) as cluster:
         async with linked(cluster) as (prefill, decode):
             await one_request(prefill, decode)
             await what_decode_holds_is_not_sent(prefill, decode)
@@ -124,7 +126,7 @@ async def an_end_at_the_first_token_moves_nothing(prefill: Probe, decode: Probe)
 
 
 async def many_at_once(prefill: Probe, decode: Probe) -> None:
-    requests = [request(f"many-{n}", long_prompt(20 + 37 * n, 50 + n), 12) for n in range(8)]
+    requests = [request(f"many-{n}", long_prompt(20 + 13 * n, 50 + n), 12) for n in range(8)]
     together = await asyncio.gather(*(hand_over(prefill, decode, each) for each in requests))
     for each, found in zip(requests, together, strict=True):
         alone = await hand_over(
@@ -139,7 +141,7 @@ async def aborted_at_any_moment(prefill: Probe, decode: Probe) -> None:
     """Cancels on both sides at a random moment, in either order; every part that was begun ends once."""
     draw = random.Random(7)
     for number in range(40):
-        asked = request(f"abort-{number}", long_prompt(draw.randrange(5, 400), number), 40)
+        asked = request(f"abort-{number}", long_prompt(draw.randrange(5, 160), number), 40)
         driving = asyncio.create_task(hand_over(prefill, decode, asked))
         await asyncio.sleep(draw.random() * 0.25)
         sides = [prefill, decode]
@@ -184,16 +186,17 @@ async def kill_while_sending(cluster: LocalCluster, victim: str) -> None:
 @pytest.mark.parametrize("rounds", [6, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 async def test_blocks_of_an_aborted_transfer_are_safe_to_give_away(demo_model: Path, rounds: int) -> None:
     """Case D2: the sender is slowed, A is aborted after its first message, B needs A's blocks and gets its own text."""
-    slow = group(demo_model, "prefill", send_delay_s=0.05, message_bytes=1 << 20)
-    async with cluster_of(slow, group(demo_model, "decode", cache_blocks=20)) as cluster:
+    sizes = {"message_bytes": 1 << 19}  # a message carries eleven tokens
+    slow = group(demo_model, "prefill", send_delay_s=0.05, **sizes)
+    async with cluster_of(slow, group(demo_model, "decode", cache_blocks=9, **sizes)) as cluster:
         async with linked(cluster) as (prefill, decode):
             draw = random.Random(2)
-            prompts = [long_prompt(250, 10 + n) for n in range(3)]
+            prompts = [long_prompt(110, 10 + n) for n in range(3)]
             alone = [
                 (await hand_over(prefill, decode, request(f"alone-{n}", p, 6))).tokens for n, p in enumerate(prompts)
             ]
             for number in range(rounds):
-                a = request(f"a-{number}", long_prompt(250, 100 + number), 6)
+                a = request(f"a-{number}", long_prompt(110, 100 + number), 6)
                 driving = asyncio.create_task(hand_over(prefill, decode, a))
                 await asyncio.wait_for(decode.parts[a.key].granted, LIMIT)
                 await asyncio.sleep(draw.random() * 0.4)  # the moment is what varies

@@ -24,9 +24,9 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def alone(demo_model: Path) -> dict[str, list[int]]:
+def alone(shallow_model: Path) -> dict[str, list[int]]:
     """Each request by itself, at depth 0: what every other arrangement must give too."""
-    harness = Harness(demo_model)
+    harness = Harness(shallow_model)
     for name, prompt, tokens, sampling in REQUESTS:
         harness.ask(name, prompt, tokens, sampling, salt=name)
         harness.run()
@@ -35,9 +35,9 @@ def alone(demo_model: Path) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_together_and_overlapped_give_the_tokens_of_alone(
-    demo_model: Path, alone: dict[str, list[int]], overlap: int
+    shallow_model: Path, alone: dict[str, list[int]], overlap: int
 ) -> None:
-    harness = Harness(demo_model, overlap=overlap)
+    harness = Harness(shallow_model, overlap=overlap)
     for name, prompt, tokens, sampling in REQUESTS:
         harness.ask(name, prompt, tokens, sampling)
     harness.run()
@@ -46,9 +46,9 @@ def test_together_and_overlapped_give_the_tokens_of_alone(
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_preemption_changes_no_token(demo_model: Path, alone: dict[str, list[int]], overlap: int) -> None:
+def test_preemption_changes_no_token(shallow_model: Path, alone: dict[str, list[int]], overlap: int) -> None:
     """14 blocks hold neither all prompts nor all that is generated: the youngest make room and come back."""
-    harness = Harness(demo_model, overlap=overlap, cache_blocks=14, prefix_cache=False)
+    harness = Harness(shallow_model, overlap=overlap, cache_blocks=14, prefix_cache=False)
     for name, prompt, tokens, sampling in REQUESTS:
         harness.ask(name, prompt, tokens, sampling)
     for n in range(4):
@@ -72,9 +72,9 @@ def test_a_stop_token_wastes_a_slot_and_nothing_else(demo_model: Path, overlap: 
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_ends_at_any_moment(demo_model: Path, overlap: int) -> None:
+def test_ends_at_any_moment(shallow_model: Path, overlap: int) -> None:
     """Cancels, a router's leave and deadlines between any two turns: each request ends once, blocks return."""
-    harness = Harness(demo_model, overlap=overlap, cache_blocks=40)
+    harness = Harness(shallow_model, overlap=overlap, cache_blocks=40)
     draw = random.Random(5)
     for n in range(30):
         limit = 0.05 if n % 5 == 0 else 600.0
@@ -90,17 +90,17 @@ def test_ends_at_any_moment(demo_model: Path, overlap: int) -> None:
     assert {"cancelled", "error", "length"} >= {ended.reason for ended in harness.loop.ended.values()}
 
 
-def test_a_cancel_that_overtakes_is_remembered(demo_model: Path) -> None:
-    harness = Harness(demo_model)
+def test_a_cancel_that_overtakes_is_remembered(shallow_model: Path) -> None:
+    harness = Harness(shallow_model)
     harness.say(Cancel(Key("early")))
     harness.ask("early", prompt_of(5, 1), 5)
     harness.run()
     assert harness.loop.ended["early"].code == "Cancelled"
 
 
-def test_what_never_fits_is_refused_at_once_with_both_numbers(demo_model: Path) -> None:
+def test_what_never_fits_is_refused_at_once_with_both_numbers(shallow_model: Path) -> None:
     """Case K2, at the engine: 128 tokens of room."""
-    harness = Harness(demo_model, cache_blocks=8)
+    harness = Harness(shallow_model, cache_blocks=8)
     harness.ask("large", prompt_of(200, 1), 10)
     for n in range(5):
         harness.ask(f"small-{n}", prompt_of(10, n), 10)
@@ -116,8 +116,8 @@ def test_what_never_fits_is_refused_at_once_with_both_numbers(demo_model: Path) 
     assert harness.loop.ended["one more"].code == "CapacityExceeded"
 
 
-def test_one_failing_step_ends_its_own_requests_only(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = Harness(demo_model)
+def test_one_failing_step_ends_its_own_requests_only(shallow_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(shallow_model)
     launch = harness.engine.runner.launch
     harness.ask("bad", prompt_of(6, 1), 5)
 

@@ -61,15 +61,18 @@ def _their_logits(model: Any, text: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.timeout(300)  # 8 s of computing, but of both cores
-def test_the_same_64_tokens_alone_and_together(ours: Decoder, theirs: Any, tokenizer: Any) -> None:
-    """One full pass of transformers over prompt and our tokens says at each position what its own greedy decoding would
-    have taken there. Where its two best are nearer than twice the largest error between us, either is right."""
+@pytest.mark.parametrize("alone", [2, pytest.param(len(_PROMPTS), marks=pytest.mark.slow)])
+def test_the_same_64_tokens_alone_and_together(ours: Decoder, theirs: Any, tokenizer: Any, alone: int) -> None:
+    """All together, and the first `alone` by themselves too (the next test compares bits, of fewer tokens). One full
+    pass of transformers over prompt and our tokens says at each position what its own greedy decoding would have taken
+    there. Where its two best are nearer than twice the largest error between us, either is right."""
     prompts = [tokenizer(text)["input_ids"] for text in _PROMPTS]
     together = Driver(ours, num_blocks=128, scattered=True).greedy_logits(prompts, _COUNT, chunk=16)
     excused = 0
-    for prompt, rows in zip(prompts, together, strict=True):
+    for number, (prompt, rows) in enumerate(zip(prompts, together, strict=True)):
         tokens = [int(row.argmax()) for row in rows]
-        assert Driver(ours, num_blocks=16).greedy([prompt], _COUNT) == [tokens]
+        if number < alone:
+            assert Driver(ours, num_blocks=16).greedy([prompt], _COUNT) == [tokens]
         reference = _their_logits(theirs, prompt + tokens[:-1])[len(prompt) - 1 :]
         best = reference.topk(2).values
         bound = 2 * (torch.stack(rows) - reference).abs().max()
@@ -145,7 +148,9 @@ def _generate(
 
 
 def test_a_seed_among_neighbours(ours: Decoder) -> None:
-    """Case S1 without a service around it."""
+    """Case S1 without a service around it, on the first layers: what is drawn for whom does not depend on the depth."""
+    ours = copy.copy(ours)
+    ours.layers = ours.layers[:4]
     alone = _generate(ours, [], 0, None)
     greedy, free = Sampling(temperature=0), Sampling(temperature=1.0, top_p=0.9, seed=7)
     for count, late, chunk in ((1, 0, None), (2, 5, 2), (4, 0, 8), (7, 3, None), (7, 0, 3)):
