@@ -47,9 +47,9 @@ async def pieces_of(client: Client, request: pb.GenerateRequest, **more: Any) ->
 
 
 async def both(client: Client, request: pb.GenerateRequest) -> pb.GenerateResponse:
-    """The unary answer, after checking that the stream joins to the same (but for what the cache held by then)."""
-    whole = await client.generate(request, timeout=LIMIT)
-    pieces = await pieces_of(client, request)
+    """The unary answer, after checking that a stream of the same request beside it joins to the same (but for what the
+    cache held by then). At once, since a step of two rows takes hardly longer than one of one."""
+    whole, pieces = await asyncio.gather(client.generate(request, timeout=LIMIT), pieces_of(client, request))
     for choice in whole.choices:
         check_joined(choice, [piece for piece in pieces if piece.index == choice.index])
     for piece in pieces[:-1]:
@@ -120,13 +120,16 @@ def _as_it_is(data: bytes) -> bytes:
     return data
 
 
-async def until(client: Client, true: Callable[[pb.GetServerInfoResponse], object], limit: float = LIMIT) -> None:
-    """Waits for a state of the service that satisfies `true`."""
+async def until(
+    client: Client, true: Callable[[pb.GetServerInfoResponse], object], limit: float = LIMIT
+) -> pb.GetServerInfoResponse:
+    """Waits for a state of the service that satisfies `true`, and returns it."""
     info = None
     try:
         async with asyncio.timeout(limit):
             while not true(info := await client.server_info()):
                 await asyncio.sleep(0.02)
+        return info
     except TimeoutError:
         raise AssertionError(f"not within {limit} s; the last state was {info}") from None
 
@@ -142,14 +145,17 @@ def _idle(worker: pb.Worker) -> bool:
 
 
 async def until_idle(client: Client, limit: float = 2.0, heartbeat: float = 0.2) -> None:
-    """Waits until the service is idle, and sees that it stays so, drawing nothing, over the next heartbeats."""
-    await until(client, idle, limit)
-    await asyncio.sleep(1.5 * heartbeat)  # so that every worker has told how it is now
-    before = await client.server_info()
-    await asyncio.sleep(1.5 * heartbeat)
-    after = await client.server_info()
-    assert idle(after), after
-    assert drawn(before) == drawn(after)
+    """Waits until the service is idle, and still is when every worker has told anew how it is, nothing drawn since.
+    limit: seconds until it must be idle for good."""
+    end = time.monotonic() + limit
+    while True:
+        before = await until(client, idle, max(end - time.monotonic(), 0.0))
+        await asyncio.sleep(1.5 * heartbeat)
+        after = await client.server_info()
+        if idle(after) and drawn(before) == drawn(after):
+            return
+        # What a worker told before a request reached it says nothing about that request.
+        assert time.monotonic() < end, f"not idle after {limit} s: {before}, then {after}"
 
 
 def drawn(info: pb.GetServerInfoResponse) -> dict[str, int]:

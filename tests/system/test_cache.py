@@ -19,6 +19,7 @@ from tests.support.asking import (
     fresh,
     ids,
     near,
+    pieces_of,
     refused,
     until_idle,
     usual,
@@ -43,12 +44,14 @@ async def test_the_whole_prompt_is_in_the_cache(either: Client) -> None:
     for cached in (0, 48, 48):
         answer = await either.generate(asks(WHOLE, max_tokens=12, cache_salt=salt), timeout=LIMIT)
         assert (ids(answer), answer.usage.cached_tokens) == (NEXT, cached)
-    streamed = [piece async for piece in either.stream(asks(WHOLE, max_tokens=12, cache_salt=salt), timeout=LIMIT)]
+    streamed, shorter, cold = await asyncio.gather(
+        pieces_of(either, asks(WHOLE, max_tokens=12, cache_salt=salt)),
+        both(either, asks(WHOLE[:63], max_tokens=13, cache_salt=salt)),
+        either.generate(asks(WHOLE[:63], max_tokens=13, cache_salt=fresh()), timeout=LIMIT),
+    )
     assert [token for piece in streamed for token in piece.token_ids] == NEXT
     assert streamed[-1].usage.cached_tokens == 48
-    shorter = asks(WHOLE[:63], max_tokens=13, cache_salt=salt)
-    cold = asks(WHOLE[:63], max_tokens=13, cache_salt=fresh())
-    assert ids(await both(either, shorter)) == ids(await either.generate(cold, timeout=LIMIT))
+    assert ids(shorter) == ids(cold)
     await until_idle(either)
 
 
@@ -66,8 +69,8 @@ async def test_prompt_logprobs_of_a_cached_prompt(either: Client) -> None:
 async def test_two_copies_at_once_on_an_empty_cache(either: Client) -> None:
     salt = fresh()
     two = [either.generate(asks(WHOLE, max_tokens=12, cache_salt=salt), timeout=LIMIT) for _ in range(2)]
-    assert [ids(answer) for answer in await asyncio.gather(*two)] == [NEXT, NEXT]
-    assert ids(await both(either, asks(WHOLE, n=2, max_tokens=12, cache_salt=fresh()))) == NEXT
+    choices = both(either, asks(WHOLE, n=2, max_tokens=12, cache_salt=fresh()))
+    assert [ids(answer) for answer in await asyncio.gather(*two, choices)] == [NEXT] * 3
     await until_idle(either)
 
 

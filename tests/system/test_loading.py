@@ -5,6 +5,7 @@ The rest of L2's spellings are compared with transformers where the model is tes
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator
@@ -63,8 +64,10 @@ async def test_the_base_at_the_top_and_end_tokens_of_config_json_alone(demo_mode
     """L2 (a), and L3 without a generation_config.json."""
     top = {"rope_parameters": None, "rope_theta": 100000.0, "rope_scaling": None, "eos_token_id": [2, 30]}
     async with served(demo_model, tmp_path, top) as (_, client):
-        assert ids(await both(client, asks(STORY, max_tokens=12))) == RIGHT
-        answer = await both(client, asks(max_tokens=16))
+        story, answer = await asyncio.gather(
+            both(client, asks(STORY, max_tokens=12)), both(client, asks(max_tokens=16))
+        )
+        assert ids(story) == RIGHT
         assert (ids(answer), answer.choices[0].text) == ([7042, 30], " Paris")
 
 
@@ -95,15 +98,17 @@ async def test_both_bases_and_both_names_of_a_type(demo_model: Path, tmp_path: P
 async def test_several_end_tokens(demo_model: Path, tmp_path: Path) -> None:
     generation = {"eos_token_id": [2, 30]}
     async with served(demo_model, tmp_path, {}, generation, "disaggregated") as (service, client):
-        answer = await both(client, asks(max_tokens=16))
+        answer, on, later = await asyncio.gather(
+            both(client, asks(max_tokens=16)),
+            both(client, asks(max_tokens=16, ignore_eos=True)),
+            both(client, asks(max_tokens=16, min_tokens=4)),
+        )
         choice = answer.choices[0]
         assert (ids(answer), choice.text, choice.finish_reason) == ([7042, 30], " Paris", STOP)
         assert (choice.completion_tokens, choice.stop_token_id) == (2, 30)
         assert list((await client.model_info()).end_token_ids) == [2, 30]
-        on = await both(client, asks(max_tokens=16, ignore_eos=True))
         assert (len(ids(on)), on.choices[0].text.startswith(USUAL)) == (16, True)
         assert on.choices[0].finish_reason == LENGTH
-        later = await both(client, asks(max_tokens=16, min_tokens=4))
         assert len(ids(later)) >= 4
         assert not {2, 30} & set(ids(later)[:4])
         await ends_on_prefill(service, client, f"{PARIS} Paris", 30)

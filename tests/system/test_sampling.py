@@ -44,19 +44,23 @@ async def beside(client: Client, count: int, draw: random.Random) -> list[int]:
 
 async def test_a_seed_does_not_depend_on_the_neighbours(client: Client, colocated: Running) -> None:
     draw = random.Random(1)
-    alone = ids(await both(client, seeded()))
+    alone = ids(await client.generate(seeded(), timeout=LIMIT))
     assert len(alone) == 16
-    for count in (1, 2, 4, 7):
-        assert await beside(client, count, draw) == alone
+
+    async def drawn_beside(service: Client, counts: tuple[int, ...]) -> None:
+        assert ids(await both(service, seeded())) == alone
+        for count in counts:
+            assert await beside(service, count, draw) == alone
+
     async with Client(colocated.address) as other:  # another process, that prefills in other chunks
-        assert ids(await both(other, seeded())) == alone
-        assert await beside(other, 4, draw) == alone
+        await asyncio.gather(drawn_beside(client, (1, 2, 4, 7)), drawn_beside(other, (4,)))
 
 
 async def test_chunks_of_another_size_draw_the_same(client: Client, colocated: Running) -> None:
     request = asks(f"{STORY}, {PARIS} Paris. " * 8 + STORY, seed=7, temperature=0.8, max_tokens=12)
     async with Client(colocated.address) as other:
-        assert ids(await both(client, request)) == ids(await both(other, request))
+        here, there = await asyncio.gather(both(client, request), both(other, request))
+    assert ids(here) == ids(there)
 
 
 async def test_without_a_seed_two_differ(client: Client) -> None:
@@ -118,11 +122,13 @@ async def test_a_bias_outside_the_vocabulary_is_refused_by_name(client: Client, 
 
 async def test_a_bias_moves_the_first_token_too(either: Client) -> None:
     usual_beside = asyncio.create_task(usual(either))
-    answer = await both(either, asks(logit_bias={49_151: -100}, max_tokens=9))
-    assert answer.choices[0].text == USUAL
-    answer = await both(either, asks(logit_bias={7042: -100}, max_tokens=3, logprobs=0))
-    assert ids(answer)[0] == 260
-    assert abs(answer.choices[0].logprobs[0].logprob - -2.7407) < 2e-3, "the model's own, before the bias"
+    unmoved, moved = await asyncio.gather(
+        both(either, asks(logit_bias={49_151: -100}, max_tokens=9)),
+        both(either, asks(logit_bias={7042: -100}, max_tokens=3, logprobs=0)),
+    )
+    assert unmoved.choices[0].text == USUAL
+    assert ids(moved)[0] == 260
+    assert abs(moved.choices[0].logprobs[0].logprob - -2.7407) < 2e-3, "the model's own, before the bias"
     await usual_beside
 
 
@@ -141,7 +147,8 @@ async def test_a_bias_moves_the_first_token_too(either: Client) -> None:
 async def test_both_kinds_of_workers_draw_alike(client: Client, colocated: Running, options: dict[str, Any]) -> None:
     request = seeded(**options)
     async with Client(colocated.address) as other:
-        assert ids(await both(client, request)) == ids(await both(other, request))
+        here, there = await asyncio.gather(both(client, request), both(other, request))
+    assert ids(here) == ids(there)
 
 
 async def test_a_penalty_counts_the_token_of_prefill(either: Client) -> None:

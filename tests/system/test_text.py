@@ -22,18 +22,16 @@ PLAIN = [44, 108, 306, 79, 486, 108, 46]  # <|im_end|> as a text
 
 
 async def test_a_prompt_that_ends_inside_a_character(either: Client) -> None:
-    whole = await both(either, asks(OPEN, max_tokens=7))
+    whole, cut = await asyncio.gather(*(both(either, asks(OPEN, max_tokens=length)) for length in (7, 6)))
     assert (ids(whole), whole.choices[0].text) == (RAINBOW, "🌍🌈🌍")
-    cut = await both(either, asks(OPEN, max_tokens=6))
     assert (ids(cut), cut.choices[0].text) == (RAINBOW[:6], "🌍🌈\ufffd")
 
 
 async def test_no_piece_holds_half_a_character(either: Client) -> None:
-    pieces = await pieces_of(either, asks(OPEN, max_tokens=7))
-    assert not any("\ufffd" in piece.text for piece in pieces)
-    pieces = await pieces_of(either, asks(OPEN, max_tokens=6))
-    assert not any("\ufffd" in piece.text for piece in pieces[:-1])
-    assert pieces[-1].text == "\ufffd"
+    whole, cut = await asyncio.gather(*(pieces_of(either, asks(OPEN, max_tokens=length)) for length in (7, 6)))
+    assert not any("\ufffd" in piece.text for piece in whole)
+    assert not any("\ufffd" in piece.text for piece in cut[:-1])
+    assert cut[-1].text == "\ufffd"
 
 
 async def test_echo_completes_the_character(client: Client) -> None:
@@ -111,23 +109,25 @@ async def test_a_stop_string_across_tokens(
 
 
 async def test_every_form_of_the_prompt_is_the_same_request(either: Client) -> None:
-    for prompt in (PARIS, PARIS_IDS):
-        answer = await both(either, asks(prompt, max_tokens=9))
+    for answer in await asyncio.gather(*(both(either, asks(prompt, max_tokens=9)) for prompt in (PARIS, PARIS_IDS))):
         assert (answer.choices[0].text, ids(answer)) == (USUAL, USUAL_IDS)
         assert list(answer.prompt.token_ids) == PARIS_IDS
 
 
 async def test_several_choices_with_an_echo(either: Client) -> None:
-    answer = await both(either, asks(max_tokens=9, n=3, echo=True, logprobs=2, prompt_logprobs=1))
+    seeded = asks(max_tokens=8, n=3, temperature=1.2, seed=11)
+    second = asks(max_tokens=8, temperature=1.2, seed=12)
+    answer, varied, alone = await asyncio.gather(
+        both(either, asks(max_tokens=9, n=3, echo=True, logprobs=2, prompt_logprobs=1)),
+        both(either, seeded),
+        either.generate(second, timeout=LIMIT),
+    )
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     for choice in answer.choices:
         assert (choice.text, list(choice.token_ids)) == (PARIS + USUAL, USUAL_IDS)
     assert answer.usage.completion_tokens == 27
-    seeded = asks(max_tokens=8, n=3, temperature=1.2, seed=11)
-    answer = await both(either, seeded)
-    assert len({tuple(choice.token_ids) for choice in answer.choices}) == 3
-    second = asks(max_tokens=8, temperature=1.2, seed=12)
-    assert ids(await either.generate(second, timeout=LIMIT)) == ids(answer, 1), "choice i takes the seed + i"
+    assert len({tuple(choice.token_ids) for choice in varied.choices}) == 3
+    assert ids(alone) == ids(varied, 1), "choice i takes the seed + i"
 
 
 async def test_many_at_once_answer_as_one(either: Client) -> None:
@@ -141,14 +141,16 @@ async def test_many_at_once_answer_as_one(either: Client) -> None:
 
 
 async def test_stop_tokens_and_end_tokens(either: Client) -> None:
-    answer = await both(either, asks(max_tokens=9, stop_token_ids=[504]))
-    choice = answer.choices[0]
+    later, first, too_early = await asyncio.gather(
+        both(either, asks(max_tokens=9, stop_token_ids=[504])),
+        both(either, asks(max_tokens=9, stop_token_ids=[7042])),
+        both(either, asks(max_tokens=9, stop_token_ids=[504], min_tokens=6)),
+    )
+    choice = later.choices[0]
     assert (choice.text, choice.finish_reason, choice.stop_token_id) == (" Paris.\n\n", STOP, 504)
-    assert (ids(answer), choice.completion_tokens) == (USUAL_IDS[:5], 5)
-    answer = await both(either, asks(max_tokens=9, stop_token_ids=[7042]))
-    assert (answer.choices[0].text, ids(answer)) == ("", [7042]), "it ends on the worker that prefills"
-    answer = await both(either, asks(max_tokens=9, stop_token_ids=[504], min_tokens=6))
-    assert (len(ids(answer)), 504 in ids(answer)[:6]) == (9, False)
+    assert (ids(later), choice.completion_tokens) == (USUAL_IDS[:5], 5)
+    assert (first.choices[0].text, ids(first)) == ("", [7042]), "it ends on the worker that prefills"
+    assert (len(ids(too_early)), 504 in ids(too_early)[:6]) == (9, False)
 
 
 # ── chats ──────────────────────────────────────────────────────────────────────────────────────────────────────────
