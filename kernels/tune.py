@@ -78,7 +78,7 @@ def candidates(problem: Problem, multiprocessors: int = 132) -> list[Choice]:
         found += _gemv_candidates(problem)
     if problem.m > 1:
         found += _flat_candidates(problem, multiprocessors)
-    if problem.m >= 4 and problem.dtype != "float32" and can_stream(torch.device("cuda")):
+    if problem.dtype != "float32" and can_stream(torch.device("cuda")):
         found += _streamed_candidates(problem, multiprocessors)
     return [replace(c, early=starts_next_early(problem, c, multiprocessors)) for c in found]
 
