@@ -8,6 +8,7 @@ otherwise a free port may be gone, to any outgoing connection, by the time that 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -21,9 +22,9 @@ from diptych.contract.errors import ConfigInvalid
 class PortLease:
     """`take` it before routers start, `release` it after they stopped; a process that dies releases it too."""
 
-    def __init__(self, port: int, file: int, held: socket.socket) -> None:
+    def __init__(self, port: int, file: int, path: Path, held: socket.socket) -> None:
         self.port = port
-        self._file = file
+        self._file, self._path = file, path
         self._held = held
 
     @classmethod
@@ -33,25 +34,40 @@ class PortLease:
         # A name for each user: one user's file could not be opened by the next. Between users the bind above decides.
         path = Path(tempfile.gettempdir()) / f"diptych-port-{found}-{os.getuid()}.lock"
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            file = _locked(path)
+        except BlockingIOError:
+            raise ConfigInvalid(f"Port {found} belongs to another Diptych service; choose another port.") from None
         except OSError as error:
             raise ConfigInvalid(f"Port {found} cannot be locked with {path}: {error.strerror}.") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
-            raise ConfigInvalid(f"Port {found} belongs to another Diptych service; choose another port.") from None
         held = _socket(host)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, found))
-        return cls(found, file, held)
+        return cls(found, file, path, held)
 
     def release(self) -> None:
-        """May be repeated. The lock's file stays: removing it would let two services lock two files of one name."""
+        """May be repeated. The lock's file goes while it is still locked: see `_locked`."""
         self._held.close()
         if self._file >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
             os.close(self._file)
         self._file = -1
+
+
+def _locked(path: Path) -> int:
+    """The file at `path`, made and locked. Raises `BlockingIOError` when another process has it. One that was removed
+    between opening and locking is nobody's lock, and the next of its name is tried: so no two hold one name."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(file)):
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
 
 
 def _socket(host: str) -> socket.socket:

@@ -68,6 +68,15 @@ def check_layout(folder: Path, groups: Iterable[WorkerSettings]) -> None:
             refuse_bad_layout(sizes, group.grid, group.spread_experts, group.name)
 
 
+def check_context(folder: Path, groups: Iterable[WorkerSettings]) -> None:
+    """Raises `ConfigInvalid` when a group is to hold longer contexts than the model accepts."""
+    raw = _read(folder / "config.json")
+    known = [FAMILIES[name] for name in raw.get("architectures") or [] if name in FAMILIES]
+    positions = raw.get("max_position_embeddings") or (known[0].max_positions if known else 0)
+    for group in groups if positions else ():
+        group.context(int(positions))
+
+
 def check_unified_maximum(folder: Path, groups: Iterable[WorkerSettings]) -> None:
     """Raises `ConfigInvalid` when a group's softmax needs a calibration that the model's folder does not hold."""
     path = folder / UNIFIED_MAXIMUM

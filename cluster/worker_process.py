@@ -17,6 +17,7 @@ import msgspec
 
 from diptych.cluster.registry import RegistryClient
 from diptych.contract.errors import DiptychError, Internal
+from diptych.contract.logs import log_to_stderr
 from diptych.contract.wire import WorkerInfo
 from diptych.workers.settings import WorkerSettings
 from diptych.workers.worker import Worker
@@ -129,6 +130,7 @@ async def _run(worker: Worker, writer: asyncio.StreamWriter) -> Down:
 
 def main() -> int:
     """`python -m diptych.cluster.worker_process FD`. Ctrl-C in the terminal is the launcher's matter."""
+    log_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
 

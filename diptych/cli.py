@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -17,11 +16,12 @@ from typing import Any
 
 from diptych import __version__
 from diptych.contract.errors import ConfigInvalid, DiptychError, ModelUnsupported, Unauthenticated
+from diptych.contract.logs import log_to_stderr
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     args = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = args.run
     try:

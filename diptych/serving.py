@@ -22,7 +22,7 @@ from diptych import __version__
 from diptych.cluster.config import Config
 from diptych.cluster.local import LocalCluster
 from diptych.cluster.ports import PortLease
-from diptych.cluster.preflight import check_layout, check_model, check_unified_maximum, model_folder
+from diptych.cluster.preflight import check_context, check_layout, check_model, check_unified_maximum, model_folder
 from diptych.cluster.supervisor import GroupState
 from diptych.cluster.telemetry import Telemetry, start_telemetry
 from diptych.contract.errors import ConfigInvalid, Internal, from_wire
@@ -63,6 +63,7 @@ async def start_service(config: Config, watch: Watch) -> Service:
     )
     groups = [group.settings for group in config.groups()]
     check_layout(folder, groups)
+    check_context(folder, groups)
     check_unified_maximum(folder, groups)
     lease = PortLease.take(config.service.host, config.service.port)
     try:

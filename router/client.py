@@ -161,6 +161,11 @@ class Client:
         details = error.details() or error.code().name
         if code:
             raise from_wire(code, details) from None
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+            # Refused by gRPC before the router saw it, which would have named its own, smaller limit.
+            raise InvalidRequest(
+                f"The request is more than twice as large as the service takes; it was refused unread ({details})."
+            ) from None
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             details = f"No router answers at {self.address} ({details})."
         raise _BY_STATUS.get(error.code(), Internal)(details) from None

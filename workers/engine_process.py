@@ -25,6 +25,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from diptych.contract.errors import ConfigInvalid, DiptychError, Internal
+from diptych.contract.logs import log_to_stderr
 from diptych.contract.wire import PROTOCOL
 from diptych.workers.blocks import BlockPool
 from diptych.workers.cache import KVCache, KVLayout
@@ -54,7 +55,7 @@ SAMPLES = 64  # pieces of 4 KiB that the digest reads of each weight file
 
 def main() -> int:
     _die_with_parent()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    log_to_stderr()
     # A group ends by its front's word; Ctrl-C in a terminal reaches every process and must not tear streams.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own, *others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
@@ -197,7 +198,7 @@ def build_rank(launch: Launch, channel: EngineChannel, groups: Groups) -> Rank:
     config = ModelConfig.from_folder(settings.model)
     shard = _shard(settings, config, launch.rank)
     dtype = dtype_of(settings.dtype, config, settings.device)
-    context = min(settings.max_context or config.max_positions, config.max_positions)
+    context = settings.context(config.max_positions)
     name, kv_heads = str(dtype).removeprefix("torch."), len(kv_share(config.kv_heads, shard.rank, shard.ranks))
     layout = KVLayout(config.layers, kv_heads, config.head_dim, settings.block_size, name)
     on_gpu = torch.device(settings.device).type == "cuda"

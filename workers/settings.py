@@ -73,6 +73,15 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def grid(self) -> Grid:
         return Grid(self.data, self.tensor)
 
+    def context(self, positions: int) -> int:
+        """The longest context of a model that accepts so many positions. Raises `ConfigInvalid` when more are asked."""
+        if self.max_context > positions:
+            raise ConfigInvalid(
+                f"engine.max_context is {self.max_context}, and the model in {self.model} accepts {positions}"
+                " positions."
+            )
+        return self.max_context or positions
+
     def refuse_bad_modes(self) -> None:
         """Raises `ConfigInvalid` where a way of computing does not go with the device, the layout or another one."""
         asked = "engine.batch_invariant" if self.batch_invariant else "engine.softmax = unified"

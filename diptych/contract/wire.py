@@ -225,7 +225,6 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     total_blocks: int
     max_context: int
     revision: str = ""
-    state: Literal["ready", "draining"] = "ready"
     transport: str = "gloo"
     device: str = "cpu"
     data: int = 1

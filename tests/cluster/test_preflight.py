@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
+import tempfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from diptych.cluster import ports
 from diptych.cluster.config import validate
 from diptych.cluster.ports import PortLease
-from diptych.cluster.preflight import check_model, check_unified_maximum, model_folder
+from diptych.cluster.preflight import check_context, check_model, check_unified_maximum, model_folder
 from diptych.contract.errors import ConfigInvalid, ModelUnsupported
 
 
@@ -47,6 +52,26 @@ def test_a_unified_maximum_must_be_calibrated(tmp_path: Path) -> None:
         check_unified_maximum(tmp_path, groups)
     (tmp_path / "unified_maximum.json").write_text("{}")
     check_unified_maximum(tmp_path, groups)
+
+
+def test_a_context_beyond_the_models_positions_is_refused(folder: Path) -> None:
+    """SmolLM2 accepts 8,192."""
+    for asked, words in ((8192, ""), (0, ""), (8193, "engine.max_context is 8193, and the model in .* accepts 8192")):
+        config = validate({"model": str(folder), "engine": {"max_context": asked}})
+        groups = [group.settings for group in config.groups()]
+        if not words:
+            check_context(folder, groups)
+            assert groups[0].context(8192) == 8192
+            continue
+        with pytest.raises(ConfigInvalid, match=words):
+            check_context(folder, groups)
+        with pytest.raises(ConfigInvalid, match=words):
+            groups[0].context(8192)
+    left_out = json.loads((folder / "config.json").read_text())
+    del left_out["max_position_embeddings"]
+    broken(folder / "config.json", json.dumps(left_out).encode())
+    with pytest.raises(ConfigInvalid, match="accepts 2048"):  # what such a family accepts if its model says nothing
+        check_context(folder, groups)
 
 
 def test_a_whole_model_passes(folder: Path) -> None:
@@ -109,6 +134,33 @@ def test_a_port_belongs_to_one_service() -> None:
         PortLease.take("127.0.0.1", lease.port)
     lease.release()
     PortLease.take("127.0.0.1", lease.port).release()
+
+
+def test_a_lease_leaves_no_file_and_two_never_hold_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lease = PortLease.take("127.0.0.1", 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    lease.release()
+    lease.release()
+    assert not list(tmp_path.iterdir())
+    path, holders, most = tmp_path / "lock", list[int](), list[int]()
+
+    def hold(_: int) -> bool:
+        try:
+            file = ports._locked(path)
+        except BlockingIOError:
+            return False
+        holders.append(file)
+        most.append(len(holders))
+        time.sleep(0.0001)  # others come
+        holders.remove(file)
+        path.unlink()
+        os.close(file)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(hold, range(2000))) > 1
+    assert max(most) == 1
 
 
 def test_a_held_port_is_no_obstacle_to_routers_that_share_it() -> None:

@@ -22,6 +22,7 @@ from diptych.contract.errors import (
     DeadlineExceeded,
     DecodeLost,
     DiptychError,
+    InvalidRequest,
     ModelUnsupported,
     PrefillLost,
     WorkerLost,
@@ -172,6 +173,18 @@ async def test_bad_input_gets_a_sentence_and_others_go_on(demo_model: Path) -> N
                 trailing: Any = error.trailing_metadata()
                 assert dict(trailing)["diptych-error"] == "InvalidRequest"
         assert (await beside).usage.completion_tokens == 30
+        await s.idle()
+
+
+async def test_a_message_too_large_for_the_channel_gets_a_sentence_from_the_client(demo_model: Path) -> None:
+    async with service(demo_model, settings=RouterSettings(limits=LIMITS, max_message_bytes=10_000)) as s:
+        with pytest.raises(InvalidRequest, match="10000"):
+            await s.client.generate(ask("a " * 6_000, max_tokens=1))
+        words = r"more than twice as large as the service takes; it was refused unread \(.*vs\. 20000\)"
+        with pytest.raises(InvalidRequest, match=words):
+            await s.client.generate(ask("a " * 20_000, max_tokens=1))
+        with pytest.raises(InvalidRequest, match=words):
+            [piece async for piece in s.client.stream(ask("a " * 20_000, max_tokens=1))]
         await s.idle()
 
 
