@@ -122,10 +122,10 @@ async def compare(
     workload = sides[0].workload
     cells = [Cell(str(workload), load, _prompt_share(sides[0])) for load in loads]
     for turn in range(rounds):
-        for cell in cells:
+        for at, cell in enumerate(cells):
             found: dict[int, dict[str, Any]] = {}
             for side in order(turn, len(sides)):
-                sides[side].runs = turn  # all see the same prompts
+                sides[side].runs = turn * len(cells) + at  # all see the same prompts, and each of them once
                 records: list[Record] = await sides[side].run(cell.load, f"{names[side]}, {cell.load}")
                 if sides[side].stop.is_set():
                     return cells

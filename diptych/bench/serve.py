@@ -45,9 +45,9 @@ class Workload:
     seed: int = 0
 
     def chats(self, vocab: int, context: int, run: int = 0) -> tuple[list[Chat], int]:
-        """The chats of one run and how many did not fit. Runs of one seed differ where their tokens are random: a
-        prefix cache must not know a run's prompts from the run before it."""
-        tokens = Tokens(vocab, self.seed * 1_000_003 + run)
+        """The chats of one run and how many did not fit. Runs of one seed differ where their tokens are random, and so
+        do workloads: a prefix cache must not know a run's prompts from a run before it."""
+        tokens = Tokens(vocab, f"{self.seed}:{run}:{self}")
         return taken(self._made(tokens), self.count, context)
 
     def _made(self, tokens: Tokens) -> Iterator[Chat]:

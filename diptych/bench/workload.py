@@ -47,7 +47,7 @@ class Chat:
 class Tokens:
     """Random token ids of a vocabulary; the same seed gives the same ones."""
 
-    def __init__(self, vocab: int, seed: int) -> None:
+    def __init__(self, vocab: int, seed: int | str) -> None:
         self.low = min(FIRST_ID, vocab // 2)
         self.vocab, self.draw, self.seed = vocab, random.Random(seed), seed
 

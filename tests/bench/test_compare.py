@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from diptych.bench.compare import Cell, crossings, enough_rounds, order, too_few
+from diptych.bench.compare import Cell, compare, crossings, enough_rounds, order, too_few
 from diptych.bench.conclusion import conclusion
+from diptych.bench.load import Record
 from diptych.bench.selftest import stub
-from diptych.bench.serve import Load
+from diptych.bench.serve import Bench, Load, Workload
 from diptych.bench.service import Target
 from diptych.bench.stats import fewest_rounds, holm, least_p
 from diptych.contract.errors import ConfigInvalid
@@ -110,6 +111,25 @@ def test_configurations_are_swept() -> None:
     assert Target.swept("127.0.0.1:5", None) == [Target("127.0.0.1:5", "127.0.0.1:5")]
     with pytest.raises(ConfigInvalid, match="'b' is neither"):
         Target.swept("a=1,b", "m")
+
+
+async def test_every_side_sees_the_same_prompts_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that comes again would be found in the prefix cache."""
+    seen: dict[str, list[tuple[int, ...]]] = {"a": [], "b": []}
+
+    async def run(self: Bench, load: Load, label: str = "") -> list[Record]:
+        chats, _ = self.workload.chats(self.vocab, self.context, self.runs)
+        seen[self.address] += [chat.turns[0].tokens[:8] for chat in chats]
+        return [Record(0.0, 0.0, 8, 4, [(1.0, 2), (2.0, 2)])]
+
+    monkeypatch.setattr(Bench, "run", run)
+    stop, loads = asyncio.Event(), [Load(rate=1.0), Load(rate=2.0)]
+    for lengths in ("8x4", "16x4"):
+        sides = [Bench(name, 1000, 64, Workload(lengths=lengths, count=5), stop) for name in "ab"]
+        cells = await compare(sides, "ab", loads, 3, None, lambda row: None)
+        assert [len(cell.rounds) for cell in cells] == [3, 3]
+    assert sorted(seen["a"]) == sorted(seen["b"])
+    assert len(set(seen["a"])) == len(seen["a"]) == 2 * 2 * 3 * 5
 
 
 @pytest.fixture
