@@ -37,7 +37,7 @@ SHARED_MEMORY = 220 * 1024
 ROTATE_BYTES = 400 << 20
 NEAR = 1.1
 CONTENDERS = 8
-"""So many of a problem's fastest, none slower than NEAR times the fastest or than the library, go into the chain."""
+"""So many of a problem's fastest, none slower than NEAR times the fastest or the library, go into the chain."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,11 @@ class Finding:
     times: tuple[tuple[float, Choice], ...] = ()
 
     def contenders(self) -> list[Choice]:
-        """The fastest of each kind, and of all."""
+        """The fastest of each kind, and of all; also those that are a little slower than the library, which starts
+        after its predecessor's end."""
         best = self.times[0][0] if self.times else self.us
-        ours = [(us, c) for us, c in self.times if us < min(NEAR * best, self.library_us)][:CONTENDERS]
-        kinds = {c.kind: c for us, c in reversed(self.times) if us < self.library_us}
+        ours = [(us, c) for us, c in self.times if us < NEAR * min(best, self.library_us)][:CONTENDERS]
+        kinds = {c.kind: c for us, c in reversed(self.times) if us < NEAR * self.library_us}
         return list(dict.fromkeys([self.choice, *(c for _, c in ours), *kinds.values(), LIBRARY]))
 
 

@@ -68,3 +68,18 @@ def test_findings_are_merged_into_what_was_known(tmp_path) -> None:  # type: ign
         finding = Finding(Problem(8, 8, m, "bfloat16", "plain"), LIBRARY, 1.0, 1.0)
         path.write_text(json.dumps(merged(path, "gpu", [finding])))
     assert sorted(json.loads(path.read_text())["entries"]["8x8:bfloat16:plain"]) == ["1", "2"]
+
+
+def test_a_chain_is_offered_the_near_ones_and_the_best_of_each_kind() -> None:
+    problem = Problem(4096, 4096, 32, "bfloat16", "plain")
+    flat, other, slow = Choice("flat", 64, 64), Choice("flat", 128, 64), Choice("flat", 64, 128)
+    far, worse = Choice("streamed", 64, 64), Choice("gemv", 8, 256)
+    times = ((10.0, flat), (10.5, other), (11.5, slow), (12.0, far), (17.0, worse))
+    found = Finding(problem, flat, 10.0, 15.0, times).contenders()
+    assert found == [flat, other, far, LIBRARY]
+
+
+def test_where_the_library_wins_the_chain_still_sees_ours_that_come_near() -> None:
+    problem = Problem(4096, 4096, 128, "bfloat16", "plain")
+    near = Choice("streamed", 64, 64)
+    assert Finding(problem, LIBRARY, 15.0, 15.0, ((15.9, near),)).contenders() == [LIBRARY, near]
