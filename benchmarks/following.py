@@ -39,10 +39,10 @@ BLOCK = 16
 class Answering:
     """In a runner's place: every rank meets in one sum, and draws a 7 for each row."""
 
-    overlap, block_size, decoder, cache = 0, BLOCK, None, None
+    overlap, block_size, cache = 0, BLOCK, None
 
     def __init__(self, group: Group) -> None:
-        self.group = group
+        self.group = self.decoder = group
         self.one = torch.ones(1)
 
     def launch(self, step: Step) -> Launch:

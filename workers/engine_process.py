@@ -43,6 +43,7 @@ from diptych.workers.parallel.group import Groups, join
 from diptych.workers.parallel.layout import ExpertTable, ModelSizes, Shard, kv_share, may_share_a_gpu, refuse_bad_layout
 from diptych.workers.parallel.lead import Followers, LeadingRunner
 from diptych.workers.parallel.orders import Join, Line
+from diptych.workers.parallel.symmetric import lend
 from diptych.workers.runner import Runner
 from diptych.workers.sampler import Sampler
 from diptych.workers.settings import WorkerSettings
@@ -171,11 +172,15 @@ def _join(launch: Launch, store: TCPStore) -> Groups:
     transport = transport_for(device, settings.transport)
     limit = settings.limits.group_start
     everyone = join(transport, store, launch.epoch, launch.rank, grid.ranks, settings.host, device, limit)
-    if grid.data == 1 or grid.tensor == 1:
-        return Groups(everyone if grid.data == 1 else None, everyone)
+    if grid.tensor == 1:
+        return Groups(None, everyone)
     data_rank, place = grid.place(launch.rank)
     name = f"{launch.epoch}/{data_rank}"
-    sharing = join(transport, store, name, place, grid.tensor, settings.host, device, limit)
+    sharing = everyone
+    if grid.data > 1:
+        sharing = join(transport, store, name, place, grid.tensor, settings.host, device, limit)
+    if transport == "nccl":
+        lend(sharing, store, name, settings.limits.step)
     return Groups(sharing, everyone)
 
 
@@ -219,7 +224,7 @@ def build_rank(launch: Launch, channel: EngineChannel, groups: Groups) -> Rank:
     sampler = Sampler(config.vocab, settings.device)
     blocks = cache_blocks(settings, layout, (lambda: rehearse(decoder, layout, settings, context)) if on_gpu else None)
     if groups.everyone is not None:
-        blocks = groups.everyone.least(blocks, settings.device)
+        blocks = groups.everyone.least(blocks)
     if settings.overlap == 1 or (settings.overlap == -1 and on_gpu):
         cache = KVCache.of(layout, blocks + 1, settings.device)
         # Spread experts tell each other counts on the host in the middle of a step, which no graph can hold.
@@ -276,4 +281,5 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Nothing is left to tidy up, and to try could hang: NCCL's end waits for the graphs that captured its calls.
+    os._exit(main())

@@ -1,4 +1,5 @@
-"""Two ranks over NCCL: model, engine with captured collectives, hand-over between groups of unlike size.
+"""Two ranks on GPUs: sums over NCCL and over lent memory, model, engine with captured collectives, hand-over between
+groups of unlike size.
 
 Needs two GPUs, or one that ranks may share: NCCL_MULTI_RANK_GPU_ENABLE=1 and an NCCL that knows it (2.30 or later, in
 LD_PRELOAD where PyTorch's own is older).
@@ -7,13 +8,14 @@ LD_PRELOAD where PyTorch's own is older).
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from diptych.workers.parallel.layout import may_share_a_gpu
 from tests.support.families import Tiny
-from tests.support.two_ranks import CASES, DENSE, MIXTURE, check_engine, check_hand_over, check_logits, make
+from tests.support.two_ranks import CASES, DENSE, MIXTURE, check_engine, check_hand_over, check_logits, check_sums, make
 
 GPUS = torch.cuda.device_count()
 SHARED = may_share_a_gpu()
@@ -32,13 +34,19 @@ def tinies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tiny]:
     return {name: make(name, tmp_path_factory.mktemp("tiny")) for name in (DENSE, MIXTURE)}
 
 
-def test_logits_and_greedy_tokens(tinies: dict[str, Tiny]) -> None:
-    check_logits(tinies, "cuda")
+def test_sums_in_one_launch(tmp_path: Path) -> None:
+    check_sums("cuda", tmp_path, [torch.bfloat16, torch.float16, torch.float32])
 
 
+@pytest.mark.parametrize("lent", [False, True])
+def test_logits_and_greedy_tokens(tinies: dict[str, Tiny], tmp_path: Path, lent: bool) -> None:
+    check_logits(tinies, "cuda", tmp_path if lent else None)
+
+
+@pytest.mark.parametrize("lent", [False, True])
 @pytest.mark.parametrize(("family", "spread"), CASES)
-def test_the_engine(tinies: dict[str, Tiny], family: str, spread: bool) -> None:
-    check_engine(tinies[family].folder, "cuda", spread)
+def test_the_engine(tinies: dict[str, Tiny], family: str, spread: bool, lent: bool) -> None:
+    check_engine(tinies[family].folder, "cuda", spread, lent)
 
 
 @pytest.mark.skipif(GPUS == 2 and not SHARED, reason="three ranks on two GPUs that they may not share")

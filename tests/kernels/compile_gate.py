@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from diptych.kernels.triton.all_reduce import all_reduce_kernel
 from diptych.kernels.triton.decode_attention import decode_attention_kernel
 from diptych.kernels.triton.feed import feed_kernel
 from diptych.kernels.triton.flat import flat_kernel
@@ -24,8 +25,18 @@ from diptych.kernels.triton.silu_mul import silu_mul_kernel
 
 SHARED_MEMORY = 227 << 10
 FLOATS = {"eps", "scale", "softcap", "phi", "low", "high"}
-INT64 = {"top_k_ptr", "ids_ptr", "token_ptr", "position_ptr", "slot_ptr", "order_ptr", "out_ptr", "stat_ptr"}
-INT32 = {"table_ptr", "plan_ptr", "context_ptr", "start_ptr", "count_ptr", "block_ptr"}
+INT64 = {
+    "top_k_ptr",
+    "ids_ptr",
+    "token_ptr",
+    "position_ptr",
+    "slot_ptr",
+    "order_ptr",
+    "out_ptr",
+    "stat_ptr",
+    "address_ptr",
+}
+INT32 = {"table_ptr", "plan_ptr", "context_ptr", "start_ptr", "count_ptr", "block_ptr", "call_ptr"}
 FLOAT32 = {"part_ptr", "cos_ptr", "sin_ptr", "scale_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"}
 
 PRODUCT = {"K": 4096, "BIAS": False, "PDL": 1}
@@ -65,6 +76,8 @@ VARIANTS: list[tuple[Any, dict[str, Any], int]] = [
     (sample_kernel, {"BLOCK": 4096, "TOP_K": True, "TOP_P": True, "MIN_P": True}, 16),
     (feed_kernel, {"BLOCK": 128}, 4),
     (advance_kernel, {"PAGE": 16, "BLOCK": 128, "PDL": 2}, 4),
+    (all_reduce_kernel,
+     {"RANK": 1, "RANKS": 4, "FLAGS": 4096, "CHUNK": 4096, "BLOCK": 2048, "BIAS": True, "RESIDUAL": True, "PDL": 2}, 8),
     (grouped_kernel,
      {"TOP_K": 8, "EXPERTS": 128, "BE": 128, "K": 2048, "BM": 16, "BN": 64, "BK": 64, "FIRST": True}, 4),
 ]  # fmt: skip
@@ -88,7 +101,9 @@ def compile_variant(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else argument_type(kernel, n) for n in names}
     aligned = [
-        i for i, n in enumerate(names) if signature[n].startswith("*") or n.endswith(("_stride", "_block", "_token"))
+        i
+        for i, n in enumerate(names)
+        if signature[n].startswith("*") or n.endswith(("_stride", "_block", "_token", "elements"))
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": warps, "launch_pdl": bool(constants.get("PDL"))}
@@ -103,6 +118,8 @@ def main() -> None:
         assert ("griddepcontrol.wait" in ptx) == bool(constants.get("PDL")), kernel.__name__
         if kernel is flat_kernel:
             assert "wgmma" in ptx
+        if kernel is all_reduce_kernel:
+            assert ptx.count("ld.volatile.global.v4.b32") == 3, "peers are not read 16 bytes at a time"
         print(kernel.__name__, built.metadata.shared)
 
 

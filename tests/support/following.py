@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from diptych.workers import engine_process
 from diptych.workers.channel import Launch
 from diptych.workers.device_runner import DeviceRunner
-from diptych.workers.engine_process import build_follower
 from diptych.workers.parallel.orders import Line
 from diptych.workers.runner import Runner
 from diptych.workers.settings import WorkerSettings
@@ -29,12 +29,18 @@ class _Unheard:
         pass
 
 
-def _follow(sock: socket.socket, settings: WorkerSettings, rank: int) -> None:
+def _follow(sock: socket.socket, settings: WorkerSettings, rank: int, lent: bool) -> None:
     torch.set_num_threads(1)
+    if not lent:
+        engine_process.lend = _keep
     channel: Any = _Unheard()
-    follower, _ = build_follower(Launch(settings, b"s", "0", "test", rank), channel, Line(sock))
+    follower, _ = engine_process.build_follower(Launch(settings, b"s", "0", "test", rank), channel, Line(sock))
     follower.run()
     _release(follower.runner)
+
+
+def _keep(*_: object) -> None:
+    """Lends nothing."""
 
 
 def _release(runner: Runner) -> None:
@@ -44,14 +50,16 @@ def _release(runner: Runner) -> None:
 
 
 @contextmanager
-def following(model: Path, **settings: Any) -> Iterator[Harness]:
-    """The others must end well when the first is gone."""
+def following(model: Path, lent: bool = True, **settings: Any) -> Iterator[Harness]:
+    """The others must end well when the first is gone. lent: GPUs may lend each other memory for small sums."""
+    whole = engine_process.lend
+    engine_process.lend = whole if lent else _keep
     given = {"cache_blocks": 128, "threads": 1, "max_batch": 8, "token_budget": 64} | settings
     launched = WorkerSettings(model=str(model), role="colocated", **given)
     lines, members = [], []
     for rank in range(1, launched.grid.ranks):
         ours, theirs = socket.socketpair()
-        member = _context.Process(target=_follow, args=(theirs, launched, rank), daemon=True)
+        member = _context.Process(target=_follow, args=(theirs, launched, rank, lent), daemon=True)
         member.start()
         theirs.close()
         lines.append(Line(ours))
@@ -67,6 +75,7 @@ def following(model: Path, **settings: Any) -> Iterator[Harness]:
             member.join(20.0)
             assert member.exitcode == 0
     finally:
+        engine_process.lend = whole
         for member in members:
             member.kill()
             member.join()

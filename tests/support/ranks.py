@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
@@ -90,15 +91,20 @@ _meeting: list[tuple[tuple[str, int], str, float]] = []
 _shared: list[Group] = []
 
 
+def store_of() -> tuple[TCPStore, str]:
+    """The store at which this process's group met, and the group's name there."""
+    address, name, limit = _meeting[0]
+    return connect_store(address, limit), name
+
+
 def sharing_of(group: Group, grid: Grid) -> Group | None:
     """The ranks of a data rank, out of all of them; every rank must ask. Made once in a process."""
     if grid.tensor == 1:
         return None
     if _shared:
         return _shared[0]
-    (address, name, limit), (data_rank, place) = _meeting[0], grid.place(group.rank)
-    store = connect_store(address, limit)
-    _shared.append(join("gloo", store, f"{name}/{data_rank}", place, grid.tensor, "127.0.0.1", "cpu", limit))
+    (store, name), (data_rank, place) = store_of(), grid.place(group.rank)
+    _shared.append(join("gloo", store, f"{name}/{data_rank}", place, grid.tensor, "127.0.0.1", "cpu", _meeting[0][2]))
     return _shared[0]
 
 

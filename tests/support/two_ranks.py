@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from diptych.contract.registry import Table
 from diptych.contract.request import Key, Request, Sampling, Stopping
 from diptych.contract.wire import WorkerInfo
+from diptych.kernels.all_reduce import all_reduce_reference
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import load
@@ -24,12 +25,14 @@ from diptych.workers.worker import Worker
 from tests.support.engine import GREEDY, Harness
 from tests.support.families import Tiny, make_tiny
 from tests.support.following import following
+from tests.support.lent import lend_some
 from tests.support.paged import Driver
 from tests.support.probe import Probe, hand_over
 from tests.support.ranks import decoder_of, device_of, run_ranks
 
 DENSE, MIXTURE = "llama2", "qwen3_moe, normalised"
-CASES = [(DENSE, False), (MIXTURE, False), (MIXTURE, True)]
+Case = tuple[str, bool]
+CASES: list[Case] = [(DENSE, False), (MIXTURE, False), (MIXTURE, True)]
 """(family, experts spread): dense layers, experts sliced, experts spread."""
 VOCAB, SECRET = 512, b"a secret of these tests alone"
 _SIZES = {
@@ -58,31 +61,98 @@ def prompts() -> list[tuple[int, ...]]:
     return [tuple(draw.randrange(1, VOCAB) for _ in range(length)) for length in (150, 5, 64, 37, 1, 90)]
 
 
+# ── sums in one launch ────────────────────────────────────────────────────────────────────────────────────────────────
+
+_SHAPES = [(1, 1), (6, 256), (3, 700), (1, 7), (1, 256), (17, 4096), (32, 2048)]
+
+
+def _sums(group: Group, shared: Path, dtypes: list[torch.dtype]) -> int:
+    """Against the parts gathered and added up here, bit for bit; on a GPU also in a graph, replayed over new parts."""
+    lend_some(group, shared)
+    shapes = _SHAPES if group.device.type == "cuda" else _SHAPES[:4]
+    sizes = [(shape, dtype) for dtype in dtypes for shape in shapes]
+    parts = [torch.empty(shape, dtype=dtype, device=group.device) for shape, dtype in sizes]
+    rests = [torch.randn_like(part) for part in parts]
+    outs = [torch.empty_like(part) for part in parts]
+
+    def draw(turn: int) -> list[Tensor]:
+        torch.manual_seed(100 * turn + group.rank)
+        for part in parts:
+            part.normal_()
+        return [
+            all_reduce_reference(list(group.gather(part)), residual=rest)
+            for part, rest in zip(parts, rests, strict=True)
+        ]
+
+    def add_up() -> None:
+        for part, rest, out in zip(parts, rests, outs, strict=True):
+            out.copy_(part)
+            group.sum(out, residual=rest)
+
+    def check(right: list[Tensor]) -> None:
+        for out, expected, size in zip(outs, right, sizes, strict=True):
+            assert torch.equal(out, expected), size
+
+    for turn in range(3):
+        right = draw(turn)
+        add_up()
+        check(right)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            add_up()
+        for turn in range(3, 20):
+            right = draw(turn)
+            graph.replay()
+            check(right)
+            if turn % 5 == 0:  # and between replays as they come
+                add_up()
+                check(right)
+        graph.reset()
+    group.check()
+    assert group.peers is not None
+    return int(group.peers.calls[0])
+
+
+def check_sums(device: str, shared: Path, dtypes: list[torch.dtype]) -> None:
+    first, second = run_ranks(2, _sums, shared, dtypes, limit=100.0 if device == "cpu" else 280.0, device=device)
+    assert first == second
+
+
 # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _logits(group: Group, cases: list[tuple[Path, bool]]) -> list[tuple[Tensor, list[list[int]]]]:
+def _logits(
+    group: Group, cases: list[tuple[Path, bool]], shared: Path | None, count: int
+) -> list[tuple[Tensor, list[list[int]]]]:
     """Of each case: the first prompt's logits in chunks, and greedy tokens of all prompts together."""
+    if shared is not None:
+        lend_some(group, shared)
     found = []
     for folder, spread in cases:
         decoder = decoder_of(group, folder, spread)
         logits = Driver(decoder, scattered=True).logits(prompts()[0], chunk=40).cpu()
-        found.append((logits, Driver(decoder).greedy(prompts(), _COUNT)))
+        found.append((logits, Driver(decoder).greedy(prompts(), count)))
     return found
 
 
-def check_logits(tinies: dict[str, Tiny], device: str) -> None:
+def check_logits(
+    tinies: dict[str, Tiny], device: str, shared: Path | None, cases: Sequence[Case] = CASES, count: int = _COUNT
+) -> None:
     """Both ranks' logits are the same bits, their error is at most 4 times that of transformers in float32, and the
-    greedy tokens are one rank's on the same device."""
+    greedy tokens are one rank's on the same device. shared: an empty folder to lend memory by, or sums as usual."""
     ranks = run_ranks(
         2,
         _logits,
-        [(tinies[name].folder, spread) for name, spread in CASES],
+        [(tinies[name].folder, spread) for name, spread in cases],
+        shared,
+        count,
         limit=100.0 if device == "cpu" else 280.0,
         device=device,
     )
     ids = torch.tensor([prompts()[0]])
-    for index, (name, spread) in enumerate(CASES):
+    for index, (name, spread) in enumerate(cases):
         tiny, (logits, greedy) = tinies[name], ranks[0][index]
         assert torch.equal(logits, ranks[1][index][0]), (name, spread)
         with torch.inference_mode():
@@ -91,7 +161,7 @@ def check_logits(tinies: dict[str, Tiny], device: str) -> None:
         assert (logits.double() - exact).abs().max() <= allowed, (name, spread)
         config = ModelConfig.from_folder(tiny.folder)
         alone = Decoder(config, load(tiny.folder, config, torch.float32, device_of(device, 0)))
-        assert greedy == ranks[1][index][1] == Driver(alone).greedy(prompts(), _COUNT), (name, spread)
+        assert greedy == ranks[1][index][1] == Driver(alone).greedy(prompts(), count), (name, spread)
 
 
 # ── the engine ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -105,13 +175,14 @@ def _tokens(harness: Harness) -> dict[str, list[int]]:
     return dict(harness.loop.tokens)
 
 
-def check_engine(folder: Path, device: str, spread: bool) -> None:
+def check_engine(folder: Path, device: str, spread: bool, lent: bool) -> None:
     """All requests at once, prompts in chunks between others' tokens, sampled and penalised: one rank's tokens. Decode
     steps are captured with their collectives where the device has graphs and the experts are not spread."""
     given: dict[str, Any] = {"device": device, "dtype": "float32", "cache_blocks": 160, "overlap": 1}
     alone = _tokens(Harness(folder, threads=1, **given))
-    with following(folder, tensor=2, spread_experts=spread, **given) as harness:
+    with following(folder, lent, tensor=2, spread_experts=spread, **given) as harness:
         runner: Any = harness.engine.runner
+        assert (runner.decoder.embedding.group.peers is not None) == (device == "cuda" and lent)
         assert bool(runner.runner._graphs) == (device == "cuda" and not spread)
         assert _tokens(harness) == alone
 

@@ -123,6 +123,11 @@ class Decoder:
         with batch_invariant(self.batch_invariant):
             return self.head(hidden)
 
+    def check(self) -> None:
+        """Raises `Internal` when another rank did not come to a sum of a step that is done."""
+        if self.embedding.group is not None:
+            self.embedding.group.check()
+
     def read_bytes(self) -> int:
         """Bytes of this rank's matrices that every decode step reads; experts, of which it reads some, not counted."""
         found = [self.head.weight]

@@ -92,6 +92,7 @@ class Follower:
     def _commit(self, ahead: int) -> None:
         while len(self._launched) > ahead:
             launch = self._launched.popleft().result()
+            self.runner.decoder.check()
             drawn = iter(launch.drawn)
             for row in launch.step.rows:
                 if row.sample:

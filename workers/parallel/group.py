@@ -20,12 +20,14 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from diptych.contract.errors import Internal
+from diptych.kernels.all_reduce import Peers, all_reduce
 
 
 @dataclass
 class Traffic:
     """What this rank sent to others: calls, and bytes by the least that any algorithm must send (a sum sends 2 (n-1)/n
-    of its tensor, a gather its own part n-1 times, an exchange what is not its own)."""
+    of its tensor, or all of it n-1 times where the others read it; a gather its own part n-1 times, an exchange what
+    is not its own)."""
 
     calls: int = 0
     bytes: int = 0
@@ -35,23 +37,36 @@ class Group:
     """One rank's end. `rank` of `size`; every call blocks, or on a GPU is a kernel of the current stream, which a CUDA
     graph may capture (but for `exchange` and `least`, whose sizes and results are the host's).
 
-    Tensors are contiguous, on the group's device; integers are as good as floats except for `sum`.
+    Tensors are contiguous, on the group's device; integers are as good as floats except for `sum`. peers: set where
+    ranks read each other's memory (`symmetric.lend`); small sums then take one launch.
     """
 
     def __init__(self, backend: Any, rank: int, size: int, device: torch.device | str) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.peers: Peers | None = None
         self.traffic = Traffic()
         self._backend = backend
         self._options = AllreduceOptions(), AllgatherOptions(), AllToAllOptions()
         for options in self._options:
             options.asyncOp = False  # NCCL then takes the current stream and not one of its own, with two events more
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Adds `x` up over all ranks, in place, and returns it: the same bits at every rank."""
+    def sum(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """Adds `x` up over all ranks, then `bias` and `residual`, in place, and returns it: the same bits at every
+        rank."""
+        if self.peers is not None and self.peers.takes(x):
+            self._count((self.size - 1) * x.nbytes)
+            return all_reduce(x, self.peers, bias, residual)
         if x.numel():
             self._count(2 * (self.size - 1) * x.nbytes // self.size)
             _finish(self._backend.allreduce([x], self._options[0]))
-        return x
+        if bias is not None:
+            x += bias
+        return x if residual is None else x.add_(residual)
+
+    def check(self) -> None:
+        """Raises `Internal` when a peer did not come to a sum."""
+        if self.peers is not None:
+            self.peers.check()
 
     def gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: every rank's `x`, all of one shape."""
@@ -70,9 +85,9 @@ class Group:
         _finish(self._backend.alltoall_base(out, x, list(receive), list(send), self._options[2]))
         return out
 
-    def least(self, value: int, device: torch.device | str) -> int:
+    def least(self, value: int) -> int:
         """The smallest of the ranks' values."""
-        return int(self.gather(torch.tensor([value], device=device)).min())
+        return int(self.gather(torch.tensor([value], device=self.device)).min())
 
     def warm(self) -> None:
         """Makes the connections of every kind of call: the first one takes up to a second, which no step should."""

@@ -33,10 +33,7 @@ class RowLinear:
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         if self.group is None:
             return linear(x, self.weight, self.bias, residual=residual)
-        y = self.group.sum(linear(x, self.weight))
-        if self.bias is not None:
-            y += self.bias
-        return y.add_(residual)
+        return self.group.sum(linear(x, self.weight), self.bias, residual)
 
 
 @dataclass(frozen=True, eq=False)

@@ -200,6 +200,7 @@ class _Followed:
         if len(self.parts) > 1:
             self.owner.expect_answers()
         own = self.launched.result()
+        self.owner.decoder.check()
         drawn, prompt, at = [own.drawn], dict(own.prompt), len(self.parts[0])
         for data_rank, rows in enumerate(self.parts[1:], 1):
             answer = self.owner.followers.answer(data_rank, self.step.number)
