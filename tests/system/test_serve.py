@@ -1,6 +1,8 @@
 """`diptych serve` as an operator runs it: a process, its two ends (a signal, a violent death), and what it leaves.
 
-The first part needs no Ray; the second is the whole service on a Ray cluster of its own.
+The first part needs no Ray; the second is the whole service on a Ray cluster of its own. Most are started where
+somebody would who has just cloned the project: in a folder that holds one, which must not shadow the installed package
+in any process.
 """
 
 from __future__ import annotations
@@ -66,12 +68,15 @@ class Serve:
 
 
 @asynccontextmanager
-async def serve(model: Path, *arguments: str) -> AsyncIterator[Serve]:
-    command = [sys.executable, "-m", "diptych.cli", "serve", "--model", str(model), "--port", "0", *arguments]
+async def serve(model: Path, folder: Path, *arguments: str) -> AsyncIterator[Serve]:
+    """folder: where it is started."""
+    (folder / "diptych" / "router").mkdir(parents=True)
+    script = Path(sys.executable).with_name("diptych")
+    command = [str(script), "serve", "--model", os.path.relpath(model, folder), "--port", "0", *arguments]
     caches = ["--set", "prefill.cache_bytes=67108864", "--set", "decode.cache_bytes=67108864"]
     running = Serve(
         await asyncio.create_subprocess_exec(
-            *command, *caches, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            *command, *caches, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
     )
     try:
@@ -116,7 +121,7 @@ async def drains_at_ctrl_c(running: Serve) -> None:
 
 async def test_serve_answers_and_drains(demo_model: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    async with serve(demo_model, "--ray", "none", "--trace", str(trace)) as running:
+    async with serve(demo_model, tmp_path, "--ray", "none", "--trace", trace.name) as running:
         async with Client(running.address) as client:
             assert await text_of(client, ask(PARIS, max_tokens=9, temperature=0.0)) == USUAL
         await drains_at_ctrl_c(running)
@@ -127,8 +132,8 @@ async def test_serve_answers_and_drains(demo_model: Path, tmp_path: Path) -> Non
     assert "Stages add up" in shown.stdout
 
 
-async def test_colocated_workers_answer_alike(demo_model: Path) -> None:
-    async with serve(demo_model, "--ray", "none", "--roles", "colocated") as running:
+async def test_colocated_workers_answer_alike(demo_model: Path, tmp_path: Path) -> None:
+    async with serve(demo_model, tmp_path, "--ray", "none", "--roles", "colocated") as running:
         async with Client(running.address) as client:
             assert await text_of(client, ask(PARIS, max_tokens=9, temperature=0.0)) == USUAL
             assert [each.role for each in (await client.server_info()).workers] == ["colocated"]
@@ -167,10 +172,12 @@ async def test_what_only_a_worker_or_the_router_can_refuse(
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_the_service_on_ray_replaces_a_killed_worker_and_leaves_nothing(demo_model: Path, data: int) -> None:
+async def test_the_service_on_ray_replaces_a_killed_worker_and_leaves_nothing(
+    demo_model: Path, tmp_path: Path, data: int
+) -> None:
     sizes = ("--set", f"prefill.data={data}", "--set", f"decode.data={data}")
     with ray_lock():
-        async with serve(demo_model, "--ray", "local", *sizes) as running:
+        async with serve(demo_model, tmp_path, "--ray", "local", *sizes) as running:
             async with Client(running.address) as client:
                 request = ask(PARIS, max_tokens=9, temperature=0.0)
                 answers = await asyncio.gather(*(text_of(client, request) for _ in range(4)))
