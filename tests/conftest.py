@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -19,12 +18,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from safetensors import safe_open
-from safetensors.torch import save_file
-
 from diptych.cluster.demo_model import ensure_demo_model
-
-SHALLOW = 4  # layers
+from tests.support.shallow import make_shallow
 
 
 @pytest.fixture(scope="session")
@@ -35,16 +30,5 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def shallow_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model's first layers: all that it is but what it says, at a third of the time. For tests of what becomes
-    of a request, whatever its text."""
-    folder = tmp_path_factory.mktemp("shallow")
-    for file in demo_model.iterdir():
-        if file.name not in ("config.json", "model.safetensors"):
-            (folder / file.name).symlink_to(file)
-    config = json.loads((demo_model / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": SHALLOW}))
-    deeper = tuple(f"model.layers.{number}." for number in range(SHALLOW, config["num_hidden_layers"]))
-    with safe_open(demo_model / "model.safetensors", framework="pt") as whole:
-        kept = {name: whole.get_tensor(name) for name in whole.keys() if not name.startswith(deeper)}  # noqa: SIM118
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    """The folder of the demo model's first layers."""
+    return make_shallow(demo_model, tmp_path_factory.mktemp("shallow"))

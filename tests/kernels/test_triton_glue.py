@@ -44,7 +44,7 @@ def test_feed() -> None:
 
 
 def test_sample() -> None:
-    check_sample("cpu")
+    check_sample("cpu", rows=12)
 
 
 def test_advance() -> None:

@@ -20,7 +20,7 @@ from diptych.contract.wire import Generate, Prefill, Reserve, Start, WorkerInfo
 from diptych.workers.settings import WorkerSettings
 from diptych.workers.worker import Worker
 from tests.support.probe import LIMIT, Probe
-from tests.system.test_walking_path import SECRET, group, infos, linked, long_prompt, request
+from tests.system.test_walking_path import SECRET, TOKEN_BYTES, group, infos, linked, long_prompt, request
 
 QUICK = Limits(heartbeat=0.2, lease=2.0, register=0.5, registry_drop=2.0, handshake=2.0, progress=1.5, orphan=3.0)
 
@@ -53,10 +53,10 @@ async def ends(worker: Worker, within: float) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
-async def test_progress(demo_model: Path, victim: str) -> None:
+async def test_progress(shallow_model: Path, victim: str) -> None:
     """A stopped peer closes no socket: the transfer's own limit ends it, and the living side's blocks return."""
-    slow = {"send_delay_s": 0.3, "message_bytes": 1 << 20, "limits": QUICK}
-    groups = [group(demo_model, "prefill", **slow), group(demo_model, "decode", limits=QUICK)]
+    slow = {"send_delay_s": 0.3, "message_bytes": 25 * TOKEN_BYTES, "limits": QUICK}
+    groups = [group(shallow_model, "prefill", **slow), group(shallow_model, "decode", limits=QUICK)]
     cluster = LocalCluster(groups, SECRET, QUICK)
     await cluster.start()
     try:
@@ -77,9 +77,9 @@ async def test_progress(demo_model: Path, victim: str) -> None:
         await cluster.stop(drain=False)
 
 
-async def test_handshake(demo_model: Path) -> None:
+async def test_handshake(shallow_model: Path) -> None:
     """Strangers at the link's listener and at the front are shown the door, whether silent or talkative."""
-    cluster = LocalCluster([group(demo_model, "decode", limits=QUICK)], SECRET, QUICK)
+    cluster = LocalCluster([group(shallow_model, "decode", limits=QUICK)], SECRET, QUICK)
     await cluster.start()
     try:
         decode = (await infos(cluster))["decode"]
@@ -110,9 +110,9 @@ def closed(sock: socket.socket) -> bool:
     return True
 
 
-async def test_lease(demo_model: Path, tmp_path: Path) -> None:
+async def test_lease(shallow_model: Path, tmp_path: Path) -> None:
     """A router that is stopped keeps its connection: the worker ends its session by the lease and frees all of it."""
-    cluster = LocalCluster([group(demo_model, "decode", limits=QUICK)], SECRET, QUICK)
+    cluster = LocalCluster([group(shallow_model, "decode", limits=QUICK)], SECRET, QUICK)
     await cluster.start()
     try:
         decode = (await infos(cluster))["decode"]
@@ -153,9 +153,9 @@ asyncio.run(main())
 """
 
 
-async def test_orphan(demo_model: Path) -> None:
+async def test_orphan(shallow_model: Path) -> None:
     registry = Nowhere()
-    worker = Worker(alone(demo_model, QUICK), SECRET, registry)
+    worker = Worker(alone(shallow_model, QUICK), SECRET, registry)
     info = await worker.start()
     registry.gone = True
     reason, took = await ends(worker, QUICK.orphan + 3 * QUICK.register + 5.0)
@@ -164,10 +164,10 @@ async def test_orphan(demo_model: Path) -> None:
     assert not Path(f"/proc/{info.engine_pids[0]}").exists()
 
 
-async def test_step(demo_model: Path) -> None:
+async def test_step(shallow_model: Path) -> None:
     """An engine that is busy and completes nothing is dead, whatever its process does."""
     limits = Limits(heartbeat=0.2, lease=2.0, step=1.5)
-    worker = Worker(alone(demo_model, limits, token_budget=64), SECRET, Nowhere())
+    worker = Worker(alone(shallow_model, limits, token_budget=64), SECRET, Nowhere())
     info = await worker.start()
     try:
         async with Probe(info, SECRET) as probe:
@@ -181,20 +181,20 @@ async def test_step(demo_model: Path) -> None:
         await worker.stop(drain=False)
 
 
-async def test_group_start(demo_model: Path) -> None:
+async def test_group_start(shallow_model: Path) -> None:
     """A start that takes too long leaves nothing behind."""
     limits = Limits(group_start=0.3, handshake=0.2)
-    worker = Worker(alone(demo_model, limits), SECRET, Nowhere())
+    worker = Worker(alone(shallow_model, limits), SECRET, Nowhere())
     with pytest.raises(Exception, match="was not up within"):
         await worker.start()
     assert len(worker.engines) == 1
     assert not worker.engines.running()
 
 
-async def test_drain(demo_model: Path) -> None:
+async def test_drain(shallow_model: Path) -> None:
     """A draining worker refuses what is new, finishes what fits, and ends the rest at the limit."""
     limits = Limits(drain=2.0, heartbeat=0.1)
-    worker = Worker(alone(demo_model, limits), SECRET, Nowhere())
+    worker = Worker(alone(shallow_model, limits), SECRET, Nowhere())
     info = await worker.start()
     async with Probe(info, SECRET) as probe:
         await probe.send(Generate(request("endless", long_prompt(20, 1), 900)))

@@ -1,4 +1,5 @@
-"""Plain processes, SmolLM2, one gloo pair: the path that everything else stands on, and what must survive there.
+"""Plain processes, SmolLM2's first layers, one gloo pair: the path that everything else stands on, and what must
+survive there.
 
 Either side may be killed, requests may be aborted at any moment: each ends in one typed terminal event, and afterwards
 every block is free (the engines check their books whenever they fall idle).
@@ -23,11 +24,11 @@ from diptych.contract.request import Key, Request, Sampling, Stopping
 from diptych.contract.wire import Cancel, Ended, Prefill, Reserve, Start, WorkerInfo
 from diptych.workers.settings import WorkerSettings
 from tests.support.probe import LIMIT, Probe, hand_over
+from tests.support.shallow import LAYERS
 
 PARIS = (504, 3575, 282, 4649, 314)
-USUAL = [7042, 30, 198, 198, 504, 2988, 314, 42, 216]
 GREEDY = Sampling(temperature=0.0)
-TOKEN_BYTES = 30 * 2 * 3 * 64 * 4
+TOKEN_BYTES = LAYERS * 2 * 3 * 64 * 4
 SECRET = b"a secret of these tests alone"
 
 
@@ -69,21 +70,32 @@ def long_prompt(length: int, seed: int) -> tuple[int, ...]:
     return tuple(draw.randrange(100, 40_000) for _ in range(length))
 
 
-async def test_hand_over(demo_model: Path) -> None:
+@pytest.fixture(scope="module")
+def usual(shallow_model: Path) -> list[int]:
+    """What the model says to `PARIS` in one process."""
+    from tests.support.engine import Harness  # here: the router that `test_limits` stops shares this file's helpers
+
+    harness = Harness(shallow_model)
+    harness.ask("usual", PARIS, 9)
+    harness.run()
+    return harness.loop.tokens["usual"]
+
+
+async def test_hand_over(shallow_model: Path, usual: list[int]) -> None:
     # A prompt of a hundred tokens takes several chunks and several messages.
-    small = {"token_budget": 40, "message_bytes": 1 << 20, "max_batch": 32}
-    async with cluster_of(group(demo_model, "prefill", **small), group(demo_model, "decode", **small)) as cluster:
+    small = {"token_budget": 40, "message_bytes": 25 * TOKEN_BYTES, "max_batch": 32}
+    async with cluster_of(group(shallow_model, "prefill", **small), group(shallow_model, "decode", **small)) as cluster:
         async with linked(cluster) as (prefill, decode):
-            await one_request(prefill, decode)
+            await one_request(prefill, decode, usual)
             await what_decode_holds_is_not_sent(prefill, decode)
-            await an_end_at_the_first_token_moves_nothing(prefill, decode)
+            await an_end_at_the_first_token_moves_nothing(prefill, decode, usual[0])
             await many_at_once(prefill, decode)
             await aborted_at_any_moment(prefill, decode)
 
 
-async def one_request(prefill: Probe, decode: Probe) -> None:
+async def one_request(prefill: Probe, decode: Probe, usual: list[int]) -> None:
     outcome = await hand_over(prefill, decode, request("one"))
-    assert outcome.tokens == USUAL
+    assert outcome.tokens == usual
     assert (outcome.prefill.reason, outcome.prefill.generated) == ("handed", 1)
     assert outcome.decode is not None
     assert (outcome.decode.reason, outcome.decode.generated) == ("length", 8)
@@ -112,17 +124,17 @@ async def what_decode_holds_is_not_sent(prefill: Probe, decode: Probe) -> None:
     assert (ended.cached, ended.generated) == (96, 9)
 
 
-async def an_end_at_the_first_token_moves_nothing(prefill: Probe, decode: Probe) -> None:
-    ends = Request(Key("ends"), PARIS, Stopping(16, end_ids=(7042,)), GREEDY)
+async def an_end_at_the_first_token_moves_nothing(prefill: Probe, decode: Probe, first: int) -> None:
+    ends = Request(Key("ends"), PARIS, Stopping(16, end_ids=(first,)), GREEDY)
     outcome = await hand_over(prefill, decode, ends)
-    assert (outcome.tokens, outcome.prefill.reason, outcome.prefill.stop_id) == ([7042], "stop", 7042)
+    assert (outcome.tokens, outcome.prefill.reason, outcome.prefill.stop_id) == ([first], "stop", first)
     assert not any("transfer" in stage.name for stage in outcome.prefill.stages)
     await decode.send(Cancel(ends.key))
     await decode.until_free()
     alone = Request(Key("alone"), PARIS, Stopping(1), GREEDY)
     await prefill.send(Prefill(alone, None))
     ended = await asyncio.wait_for(prefill.parts[alone.key].ended, LIMIT)
-    assert (prefill.parts[alone.key].tokens, ended.reason) == ([7042], "length")
+    assert (prefill.parts[alone.key].tokens, ended.reason) == ([first], "length")
 
 
 async def many_at_once(prefill: Probe, decode: Probe) -> None:
@@ -153,15 +165,15 @@ async def aborted_at_any_moment(prefill: Probe, decode: Probe) -> None:
     await decode.until_free()
 
 
-async def test_a_dead_peer_is_a_typed_error(demo_model: Path) -> None:
+async def test_a_dead_peer_is_a_typed_error(shallow_model: Path, usual: list[int]) -> None:
     """Kills each side's engine while KV is on its way: the other side's part ends with a typed error at once, its
     blocks return, the group is replaced and serves."""
-    slow = group(demo_model, "prefill", send_delay_s=0.5, message_bytes=1 << 20)
-    async with cluster_of(slow, group(demo_model, "decode")) as cluster:
+    slow = group(shallow_model, "prefill", send_delay_s=0.5, message_bytes=25 * TOKEN_BYTES)
+    async with cluster_of(slow, group(shallow_model, "decode")) as cluster:
         for victim in ("prefill", "decode"):
             await kill_while_sending(cluster, victim)
         async with linked(cluster) as (prefill, decode):
-            assert (await hand_over(prefill, decode, request("after"))).tokens == USUAL
+            assert (await hand_over(prefill, decode, request("after"))).tokens == usual
 
 
 async def kill_while_sending(cluster: LocalCluster, victim: str) -> None:
@@ -184,11 +196,11 @@ async def kill_while_sending(cluster: LocalCluster, victim: str) -> None:
 
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
-async def test_blocks_of_an_aborted_transfer_are_safe_to_give_away(demo_model: Path, rounds: int) -> None:
+async def test_blocks_of_an_aborted_transfer_are_safe_to_give_away(shallow_model: Path, rounds: int) -> None:
     """Case D2: the sender is slowed, A is aborted after its first message, B needs A's blocks and gets its own text."""
-    sizes = {"message_bytes": 1 << 19}  # a message carries eleven tokens
-    slow = group(demo_model, "prefill", send_delay_s=0.05, **sizes)
-    async with cluster_of(slow, group(demo_model, "decode", cache_blocks=9, **sizes)) as cluster:
+    sizes = {"message_bytes": 11 * TOKEN_BYTES}
+    slow = group(shallow_model, "prefill", send_delay_s=0.05, **sizes)
+    async with cluster_of(slow, group(shallow_model, "decode", cache_blocks=9, **sizes)) as cluster:
         async with linked(cluster) as (prefill, decode):
             draw = random.Random(2)
             prompts = [long_prompt(110, 10 + n) for n in range(3)]
