@@ -15,6 +15,8 @@ import torch
 
 from diptych.workers.parallel.layout import may_share_a_gpu
 from tests.support.families import Tiny
+from tests.support.openings import goes_on_gpu
+from tests.support.ranks import run_ranks
 from tests.support.two_ranks import CASES, DENSE, MIXTURE, check_engine, check_hand_over, check_logits, check_sums, make
 
 GPUS = torch.cuda.device_count()
@@ -47,6 +49,16 @@ def test_logits_and_greedy_tokens(tinies: dict[str, Tiny], tmp_path: Path, lent:
 @pytest.mark.parametrize(("family", "spread"), CASES)
 def test_the_engine(tinies: dict[str, Tiny], family: str, spread: bool, lent: bool) -> None:
     check_engine(tinies[family].folder, "cuda", spread, lent)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_peer_that_goes_while_a_link_is_made(side: str, silent: bool) -> None:
+    """NCCL waits for it without a limit of its own; the link does not."""
+    ((took, code),) = run_ranks(1, goes_on_gpu, side, silent)
+    assert took < 10.0
+    if side == "receiver":
+        assert code == ("TransferTimeout" if silent else "DecodeLost")
 
 
 @pytest.mark.skipif(GPUS == 2 and not SHARED, reason="three ranks on two GPUs that they may not share")

@@ -11,19 +11,23 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Literal, Protocol
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from diptych.contract.errors import Internal, TransferCorrupt, TransferFailed, TransferTimeout
+from diptych.contract.errors import DiptychError, Internal, TransferCorrupt, TransferFailed, TransferTimeout
 
 Transport = Literal["gloo", "nccl"]
 PAYLOAD, MARKER, ANSWER = 1, 2, 3
 RECEIVER, SENDER = 0, 1
 TRAILER = 16
 _MAGIC = 0x4B56_6F6E_7761_7265
+OPENING_LOOK = 0.05  # seconds between two looks at whether the peer of a pair that is being made still lives
 
 
 def host_store(host: str, limit: float) -> tuple[TCPStore, tuple[str, int]]:
@@ -69,7 +73,7 @@ class Pair(Protocol):
 def make_pair(
     transport: Transport, store: TCPStore, name: str, rank: int, host: str, device: str, limit: float
 ) -> Pair:
-    """Joins the group of that name; the other side does the same at the same moment."""
+    """Joins the group of that name; the other side does the same at the same moment. limit: of each later wait."""
     prefixed = PrefixStore(f"pair/{name}", store)
     try:
         if transport == "nccl":
@@ -77,6 +81,45 @@ def make_pair(
         return GlooPair(prefixed, rank, host, limit)
     except RuntimeError as error:
         raise TransferFailed(f"The two-rank group {name} could not be made: {error}") from error
+
+
+def open_pair(make: Callable[[], Pair], first: Callable[[Pair], None], alive: Callable[[], None], limit: float) -> Pair:
+    """The pair that `make` joins, after `first` has passed a message over it. Raises what either raises, what `alive`
+    raises when the link's peer is gone, and `TransferTimeout` after `limit` seconds.
+
+    Both run in a thread of their own, since nothing interrupts a library that waits there for a peer: NCCL connects
+    within the first message and knows no limit for it. A thread that was given up closes its pair when it comes back.
+    """
+    future: Future[Pair] = Future()
+
+    def run() -> None:
+        pair: Pair | None = None
+        try:
+            pair = make()
+            first(pair)
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits for it
+            if pair is not None:
+                pair.close()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            return
+        if future.set_running_or_notify_cancel():
+            future.set_result(pair)
+        else:
+            pair.close()
+
+    Thread(target=run, name="pair-opening", daemon=True).start()
+    deadline = time.monotonic() + limit
+    try:
+        while not futures.wait([future], OPENING_LOOK).done:
+            alive()
+            if time.monotonic() > deadline:
+                raise TransferTimeout(f"The two-rank group was not made within {limit:.0f} s.")
+    except DiptychError:
+        if not future.cancel() and future.exception() is None:
+            future.result().close()
+        raise
+    return future.result()
 
 
 class GlooPair:

@@ -48,7 +48,16 @@ from diptych.workers.transfer.control import (
 )
 from diptych.workers.transfer.events import Arrived, Begun, Event, Failure, Forsaken, PeerDown, PeerUp
 from diptych.workers.transfer.landing import Landings
-from diptych.workers.transfer.pair import RECEIVER, Pair, Slots, Transport, host_store, make_pair
+from diptych.workers.transfer.pair import (
+    RECEIVER,
+    Pair,
+    Slots,
+    Transport,
+    connect_store,
+    host_store,
+    make_pair,
+    open_pair,
+)
 from diptych.workers.transfer.plan import Route, Slice, routes, token_bytes
 
 log = logging.getLogger("diptych.transfer")
@@ -154,12 +163,20 @@ class ReceiveLink(Thread):
         owner = self.receiver
         hello = answer(self.control, owner.secret, owner.epoch, owner.digest, owner.transport, owner.store_address)
         self._route = self._route_of(hello)
-        pair = self._pair = make_pair(
-            owner.transport, owner.store, hello.pair, RECEIVER, owner.host, owner.device, owner.limits.progress
-        )
         self._slots = Slots(owner.message_bytes, owner.device, owner.transport)
-        pair.finish(pair.receive(self._slots.clear(0, 0)), self.control.check)
-        pair.answer(self.control.check)
+
+        def first(pair: Pair) -> None:
+            pair.finish(pair.receive(self._slots.clear(0, 0)), self.control.check)
+            pair.answer(self.control.check)
+
+        def make() -> Pair:
+            # A connection of its own to the store: over a shared one, a pair that waits for its peer would keep all
+            # others waiting.
+            store = connect_store(owner.store_address, owner.limits.handshake)
+            limit = owner.limits.progress
+            return make_pair(owner.transport, store, hello.pair, RECEIVER, owner.host, owner.device, limit)
+
+        self._pair = open_pair(make, first, self.control.check, owner.limits.handshake)
         self.control.write(LinkReady())
         self.control.limit = owner.limits.progress
         self.sender, self.source, self._sources = hello.sender, hello.source, hello.sources

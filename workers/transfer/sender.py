@@ -41,7 +41,7 @@ from diptych.workers.transfer.control import (
     knock,
 )
 from diptych.workers.transfer.events import Failure, LinkDown, LinkUp, SendClosed, Stats
-from diptych.workers.transfer.pair import SENDER, Pair, Slots, Transport, connect_store, make_pair
+from diptych.workers.transfer.pair import SENDER, Pair, Slots, Transport, connect_store, make_pair, open_pair
 from diptych.workers.transfer.plan import Route, Slice, plan, token_bytes
 
 
@@ -178,14 +178,19 @@ class SendLink(Thread):
         )
         opened = knock(control, self.secret, hello)
         store = connect_store((opened.store_host, opened.store_port), self.limits.handshake)
-        pair = self._pair = make_pair(self.transport, store, name, SENDER, self.host, self.device, self.limits.progress)
         self._slots = Slots(self.message_bytes, self.device, self.transport)
-        # The first message of a pair can take most of a second: not inside a request.
-        pair.finish(pair.send(self._slots.wire(0, 0)), control.check)
+        limits = self.limits
+        self._pair = open_pair(
+            lambda: make_pair(self.transport, store, name, SENDER, self.host, self.device, limits.progress),
+            # The first message of a pair can take most of a second: not inside a request.
+            lambda pair: pair.finish(pair.send(self._slots.wire(0, 0)), control.check),
+            control.check,
+            limits.handshake,
+        )
         frame = control.read()
         if not isinstance(frame, LinkReady):
             raise Internal(f"The link's peer sent {type(frame).__name__} where LinkReady was due.")
-        control.limit = self.limits.progress
+        control.limit = limits.progress
         return control
 
     def _serve(self, control: Control) -> None:
