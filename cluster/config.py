@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from diptych.contract.errors import ConfigInvalid
 from diptych.contract.limits import Limits
 from diptych.contract.wire import Role
+from diptych.workers.parallel.layout import may_share_a_gpu
 from diptych.workers.settings import WorkerSettings
 
 Count = Annotated[int, Field(ge=0, le=1024)]
@@ -148,6 +149,7 @@ class Config(_Section):
         """Every worker group of the service, checked: at least one of each role that is needed."""
         for role in self._roles:
             self._check(role)
+        self._check_joined()
         return [self._member(role, index) for role in self._roles for index in range(self._group(role).count)]
 
     def cpus(self) -> float:
@@ -183,6 +185,24 @@ class Config(_Section):
                 f"{role}.token_budget ({own.token_budget}) must exceed {role}.max_batch ({own.max_batch}): a full "
                 "batch would leave nothing of a step for prompts."
             )
+        ranks = own.data * own.tensor
+        if own.device.startswith("cuda") and ranks > 1 and 0 < own.gpus < ranks and not may_share_a_gpu():
+            raise ConfigInvalid(
+                f"{role}.gpus is {own.gpus:g}, but {role} is to run {ranks} ranks, each on its own GPU."
+            )
+        if self.engine.transport == "nccl" and own.device == "cpu":
+            raise ConfigInvalid(f"engine.transport is nccl, which moves between GPUs only, but {role}.device is cpu.")
+
+    def _check_joined(self) -> None:
+        """Prefill and decode must hold the same kind of KV and move it the same way."""
+        kinds = {role: self._group(role).device.partition(":")[0] for role in self._roles}
+        if len(set(kinds.values())) == 1:
+            return
+        where = " and ".join(f"{role}.device is {kind}" for role, kind in kinds.items())
+        if self.engine.dtype == "auto":
+            raise ConfigInvalid(f"{where}, where engine.dtype = auto would not be the same: set it.")
+        if self.engine.transport == "auto":
+            raise ConfigInvalid(f"{where}, where engine.transport = auto would not be the same: set it to gloo.")
 
     def _member(self, role: Role, index: int) -> Group:
         own = self._group(role)

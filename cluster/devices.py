@@ -24,11 +24,16 @@ ASK_LIMIT = 10.0  # seconds for the driver to list its GPUs
 def lent_device(device: str, lent: Sequence[int | str]) -> str:
     """`cuda` becomes the first GPU that Ray lent this process, which sees all of the node's: by its index among those.
 
-    lent: ids as Ray tells them, in the numbering of the node's own CUDA_VISIBLE_DEVICES where it has one."""
+    lent: ids as Ray tells them, in the numbering of the node's own CUDA_VISIBLE_DEVICES where it has one. Raises
+    `ConfigInvalid` when there are several and they do not stand side by side, as the ranks of a group take them."""
     if device != "cuda" or not lent:
         return device
     seen = _visible() or []
-    return f"cuda:{min(seen.index(str(gpu)) if str(gpu) in seen else int(gpu) for gpu in lent)}"
+    found = sorted(seen.index(str(gpu)) if str(gpu) in seen else int(gpu) for gpu in lent)
+    if found != list(range(found[0], found[0] + len(found))):
+        numbers = ", ".join(map(str, found))
+        raise ConfigInvalid(f"Ray lent the GPUs {numbers}, but a group's ranks take GPUs that stand side by side.")
+    return f"cuda:{found[0]}"
 
 
 def spread(groups: Sequence[Group], gpus: int | None = None) -> list[Group]:

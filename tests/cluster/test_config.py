@@ -39,7 +39,8 @@ def test_colocated_replaces_both_roles() -> None:
 
 
 def test_blocks_are_longer_where_a_group_is_on_a_gpu() -> None:
-    for tree, size in (({}, 16), ({"decode": {"device": "cuda"}}, 64), ({"engine": {"block_size": 8}}, 8)):
+    gpu = {"decode": {"device": "cuda"}, "engine": {"dtype": "float32", "transport": "gloo"}}
+    for tree, size in (({}, 16), (gpu, 64), ({"engine": {"block_size": 8}}, 8)):
         assert {group.settings.block_size for group in validate({"model": "m", **tree}).groups()} == {size}
 
 
@@ -58,8 +59,9 @@ def test_a_mode_that_cannot_be_is_refused(engine: dict[str, object], group: dict
 
 
 def test_a_gpu_group_books_its_gpus() -> None:
-    config = validate({"model": "m", "decode": {"device": "cuda", "gpus": 2}})
-    assert config.groups()[1].resources == {"CPU": 1.0, "GPU": 2.0}
+    for own, gpus in (({"gpus": 2}, 2.0), ({"data": 2, "tensor": 4}, 8.0)):
+        config = validate({"model": "m", "prefill": {"device": "cuda"}, "decode": {"device": "cuda"} | own})
+        assert config.groups()[1].resources == {"CPU": 1.0, "GPU": gpus}, "one bundle of one placement group"
 
 
 @pytest.mark.parametrize(
@@ -95,9 +97,19 @@ def test_a_missing_role_is_named() -> None:
     [
         ({"decode": {"token_budget": 64}}, r"decode\.token_budget \(64\).*decode\.max_batch \(64\)"),
         ({"roles": "colocated", "colocated": {"token_budget": 3, "max_batch": 4}}, r"\(3\).*\(4\)"),
+        ({"decode": {"device": "cuda", "tensor": 4, "gpus": 2}}, r"decode\.gpus is 2, but decode is to run 4 ranks"),
+        ({"engine": {"transport": "nccl"}}, r"nccl.*prefill\.device is cpu"),
+        ({"decode": {"device": "cuda:1"}}, r"prefill\.device is cpu and decode\.device is cuda.*engine\.dtype"),
+        (
+            {"decode": {"device": "cuda"}, "engine": {"dtype": "float32"}},
+            r"prefill\.device is cpu and decode\.device is cuda.*engine\.transport",
+        ),
     ],
 )
-def test_what_a_group_cannot_do_is_refused(tree: dict[str, object], words: str) -> None:
+def test_what_a_group_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tree: dict[str, object], words: str
+) -> None:
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     with pytest.raises(ConfigInvalid, match=words):
         validate({"model": "m"} | tree).groups()
 

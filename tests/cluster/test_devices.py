@@ -11,6 +11,7 @@ from diptych.contract.errors import ConfigInvalid
 
 def devices(gpus: int, **prefill: object) -> list[str]:
     tree = {"model": "m", "prefill": {"count": 2, "device": "cuda"} | prefill, "decode": {"device": "cuda"}}
+    tree["engine"] = {"dtype": "float32", "transport": "gloo"}  # so that prefill may be on a CPU
     return [group.settings.device for group in spread(validate(tree).groups(), gpus)]
 
 
@@ -37,6 +38,8 @@ def test_a_lent_gpu_is_taken_by_its_index_among_the_visible(monkeypatch: pytest.
     monkeypatch.delenv(VISIBLE, raising=False)
     assert lent_device("cuda", [3]) == "cuda:3"
     assert lent_device("cuda", [3, 2]) == "cuda:2"
+    with pytest.raises(ConfigInvalid, match=r"the GPUs 0, 2, 3,"):
+        lent_device("cuda", [3, 0, 2])
     assert lent_device("cuda", []) == "cuda"
     assert lent_device("cuda:1", [3]) == "cuda:1"
     assert lent_device("cpu", [3]) == "cpu"

@@ -107,7 +107,7 @@ class Peer:
     def load(self) -> wire.Load:
         return wire.Load(
             clock=(time.monotonic_ns(), time.time_ns()), running=len(self.working), links=self.links,
-            free_blocks=self.total_blocks, total_blocks=self.total_blocks,
+            free_blocks=self.total_blocks, total_blocks=self.total_blocks, experts=(5, 0, 7),
         )  # fmt: skip
 
     def say(self, message: Any) -> None:

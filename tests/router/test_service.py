@@ -141,6 +141,7 @@ async def test_info(demo_model: Path) -> None:
         server = await s.client.server_info()
         assert server.ready
         assert [(worker.role, worker.connected) for worker in server.workers] == [("decode", True), ("prefill", True)]
+        assert [list(worker.expert_tokens) for worker in server.workers] == [[5, 0, 7], [5, 0, 7]]
 
 
 # ── refusals ───────────────────────────────────────────────────────────────────────────────────────────────────────

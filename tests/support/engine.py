@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from diptych.contract.request import Key, Request, Sampling, Stopping
-from diptych.contract.wire import Ended, Generate, Step, ToWorker, pack, to_router
-from diptych.workers.channel import Deliver, Emit, Launch, ToEngine, ToFront
+from diptych.contract.wire import Ended, Generate, Load, Step, ToWorker, pack, to_router
+from diptych.workers.channel import Deliver, Emit, Launch, Report, ToEngine, ToFront
 from diptych.workers.engine_process import build
 from diptych.workers.parallel.orders import Line
 from diptych.workers.settings import WorkerSettings
@@ -25,6 +25,7 @@ class Loop:
         self.inbox: list[ToEngine] = []
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.ended: dict[str, Ended] = {}
+        self.load: Load | None = None  # the last that was reported
 
     def wait(self, seconds: float) -> Iterator[ToEngine]:
         found, self.inbox = self.inbox, []
@@ -34,6 +35,8 @@ class Loop:
         pass
 
     def send(self, message: ToFront) -> None:
+        if isinstance(message, Report):
+            self.load = message.load
         told = to_router.decode(message.message) if isinstance(message, Emit) else None
         if isinstance(told, Step):
             for token in told.tokens:

@@ -198,6 +198,10 @@ async def test_experts(
         async with Client(service.address) as client:
             assert await _answers(client) == right
             await until_idle(client)
+            for each in (await client.server_info()).workers:
+                counted = spreads[f"{each.role}__spread_experts"]
+                assert len(each.expert_tokens) == (8 if counted else 0)
+                assert bool(sum(each.expert_tokens)) == counted
 
 
 @pytest.mark.slow

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diptych.contract.request import Sampling
+from diptych.contract.errors import Internal
+from diptych.contract.request import Key, Request, Sampling, Stopping
 from diptych.contract.wire import Cancel
+from diptych.workers.channel import frame
+from diptych.workers.parallel.follow import Follower
+from diptych.workers.parallel.group import Group
+from diptych.workers.parallel.orders import CommitOrder, Line, Opened, RowOrder, StepOrder
+from diptych.workers.runner import Drawn, Launch
+from diptych.workers.scheduler import Step
 from tests.support.engine import GREEDY, Harness, prompt_of
 from tests.support.families import make_tiny
 from tests.support.following import following
 
 _SIZES = {"vocab_size": 49152, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
 _SIZES["max_position_embeddings"] = 512
+_COMMIT = len(frame(CommitOrder(1)))
 REQUESTS = [
     ("plain", prompt_of(5, 1), 12, GREEDY),
     ("chunked", prompt_of(150, 2), 9, GREEDY),
@@ -125,4 +134,60 @@ def test_experts_are_spread_over_data_ranks(tmp_path: Path, family: str, data: i
             computed = (len(prompt) + tokens - 1) * config.moe.top_k * config.layers
             # A step launched before the last token was known may have computed one more.
             extra = config.moe.top_k * config.layers
-            assert sum(harness.engine.runner.decoder.expert_load()) - sum(before) in (computed, computed + extra)
+            load = harness.engine.runner.decoder.expert_load()
+            assert sum(load) - sum(before) in (computed, computed + extra)
+            assert harness.loop.load.experts == load, "what routers are told"
+
+
+@pytest.mark.parametrize("grid", [{"tensor": 2}, {"data": 2}], ids=str)
+def test_a_step_is_one_small_message(
+    model: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, grid: dict[str, int]
+) -> None:
+    """While four sequences decode, each step is told to the other rank once, in a few bytes a sequence."""
+    sizes: list[int] = []
+    send = Line.send_frame
+
+    def count(line: Line, data: bytes) -> None:
+        sizes.append(len(data))
+        send(line, data)
+
+    monkeypatch.setattr(Line, "send_frame", count)
+    with following(model, **grid, overlap=1) as harness:
+        for name, prompt, tokens, sampling in REQUESTS[-4:]:
+            harness.ask(name, prompt, tokens, sampling)
+        for _ in range(8):
+            harness.engine.turn()
+        sizes.clear()
+        for _ in range(10):
+            harness.engine.turn()
+        assert all(seq.generated for seq in harness.engine.sequences.values())
+        orders = [size for size in sizes if size > _COMMIT]
+        assert len(orders) == 10
+        assert max(orders) <= 32 + 4 * 24
+        assert len(sizes) <= 20  # between data ranks, also when the first waits for what the other drew
+        harness.run()
+        assert harness.loop.tokens == {name: alone[name] for name, *_ in REQUESTS[-4:]}
+
+
+class _Draws:
+    """In a runner's place: a 7 for every row."""
+
+    block_size, decoder = 16, Group(None, 0, 2, "cpu")
+
+    def launch(self, step: Step) -> Launch:
+        return Launch(step, [Drawn(7, None) for _ in step.rows], {}, 0, 0)
+
+
+@pytest.mark.parametrize("told", [7, 8])
+def test_a_rank_that_drew_another_token_does_not_go_on(told: int) -> None:
+    runner: Any = _Draws()
+    none: Any = None
+    follower = Follower(runner, none, none)
+    request = Request(Key("r"), (1, 2, 3), Stopping(4))
+    follower.obey(StepOrder(0, 0, 0, (), (Opened(1, request, ()),), (), (RowOrder(1, 0, 3, True, 0, (5,)),)))
+    next_step = StepOrder(1, 0, 0, (told,), (), (), (RowOrder(1, 3, 1, True, 1, ()),))
+    if told == 7:
+        follower.obey(next_step)
+    else:
+        with pytest.raises(Internal, match=r"drew \[7\], the first \[8\]"):
+            follower.obey(next_step)

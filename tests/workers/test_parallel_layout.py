@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,6 +46,29 @@ def test_every_rank_gets_each_of_its_heads_once_from_a_rank_that_holds_it(
             assert held.start + route.from_head == route.head
             assert route.head_end <= held.stop
             assert wanted.start + route.to_head == route.head
+
+
+def test_any_two_layouts_that_a_model_admits_can_be_joined() -> None:
+    """So no pair of sizes needs refusing: what does not fit is refused for each group alone."""
+    for kv_heads in range(1, 13):
+        heads = 4 * kv_heads
+        admitted = [ranks for ranks in range(1, 17) if _admits(ModelSizes(heads, kv_heads, 16 * heads), ranks)]
+        assert len(admitted) > 1
+        for sources in admitted:
+            for targets in admitted:
+                for target in range(targets):
+                    found = [route for route in routes(kv_heads, sources, targets) if route.target == target]
+                    came = sorted(head for route in found for head in range(route.head, route.head_end))
+                    assert came == list(kv_share(kv_heads, target, targets)), (kv_heads, sources, targets)
+
+
+def _admits(sizes: ModelSizes, ranks: int) -> bool:
+    sizes = replace(sizes, width=sizes.width * ranks)
+    try:
+        refuse_bad_layout(sizes, Grid(1, ranks), False)
+    except ConfigInvalid:
+        return False
+    return True
 
 
 def test_ranks_that_hold_the_same_head_share_the_sending() -> None:

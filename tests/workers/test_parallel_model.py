@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,18 @@ def _load_measured(group: Group, folder: Path) -> tuple[int, int]:
     shard = shard_of(group, config, False)
     torch.full((1 << 20,), 1.0).sum()
     peak = before = _anonymous()
+    done = threading.Event()
 
-    def look(done: int, total: int) -> None:
+    def look() -> None:
         nonlocal peak
-        peak = max(peak, _anonymous())
+        while not done.wait(2e-4):
+            peak = max(peak, _anonymous())
 
-    weights = load(folder, config, torch.float32, progress=look, shard=shard)
+    watch = threading.Thread(target=look)
+    watch.start()
+    weights = load(folder, config, torch.float32, shard=shard)
+    done.set()
+    watch.join()
     return peak - before, sum(tensor.nbytes for tensor in weights.values())
 
 
