@@ -305,7 +305,10 @@ def generator() -> Iterator[str]:
         yield "### The load generator itself, against a stub in a process of its own\n"
         yield source(name, found)
         closed = found["closed"]
-        yield f"{closed['requests_s']} requests/s and {closed['tokens_s']} tokens/s, {closed['concurrency']} at once.\n"
+        yield (
+            f"{closed['requests_s']} requests/s and {closed['tokens_s']} tokens/s, {closed['concurrency']} at once,"
+            f" {found['scheduling']} priority.\n"
+        )
         rows = [
             (f"{r['rate']:g}", r["requests_s"], r["tokens_s"], r["sending_ms"]["p50"], r["sending_ms"]["p99"],
              r["receiving_ms"]["p50"], r["receiving_ms"]["p99"])

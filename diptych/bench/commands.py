@@ -17,6 +17,7 @@ from diptych.bench import compare as comparing
 from diptych.bench import plots, tables
 from diptych.bench.about import keep, result_line
 from diptych.bench.conclusion import conclusion, lines_crossing
+from diptych.bench.priority import ahead
 from diptych.bench.serve import Bench, Load, Workload, bench, search, sweep
 from diptych.bench.service import Target, arguments_of
 from diptych.bench.shapes import SHAPES
@@ -118,7 +119,8 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.self_test:
         from diptych.bench.selftest import self_test
 
-        found = asyncio.run(self_test())
+        with ahead() as scheduling:
+            found = asyncio.run(self_test()) | {"scheduling": scheduling}
         print(tables.self_test(found))
         return _finish(args, "bench-self-test", found)
     if args.search and not args.objective:
@@ -146,7 +148,8 @@ def _run(args: argparse.Namespace, name: str, body: Body) -> int:
             loop.add_signal_handler(number, interrupt)
         return {**await body(stop), "interrupted": stop.is_set()}
 
-    found = asyncio.run(main())
+    with ahead() as scheduling:
+        found = asyncio.run(main()) | {"scheduling": scheduling}
     return _finish(args, name, found) or (130 if found["interrupted"] else 0)
 
 

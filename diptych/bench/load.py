@@ -8,6 +8,7 @@ when its predecessor in the slot has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,13 +18,14 @@ from typing import Any
 
 import grpc
 
+from diptych.bench.alarm import Alarm
 from diptych.bench.workload import Arrivals, Chat, Turn
 from diptych.router.client import ERROR_KEY, SERVICE, ask
 from diptych.v1 import inference_pb2 as pb
 
 METHOD = f"/{SERVICE}/GenerateStream"
 _CHANNELS = 4  # one connection's window is shared by all its streams
-_TIMER = 0.0015  # an event loop's timers come up to so many seconds late
+_LOOK = 0.1  # seconds between two looks at whether the run is to end
 clock = time.perf_counter
 
 
@@ -179,10 +181,10 @@ async def open_loop(
     """Sends every chat when it is due, whatever is still running."""
     messages = [message_of(chat.turns[0], chat.turns[0].tokens) for chat in chats]
     tasks: set[asyncio.Task[Any]] = set()
-    with _no_collection():
+    with _no_collection(), contextlib.closing(Alarm()) as alarm:
         start = clock() + 0.02
         for chat, message, at in zip(chats, messages, arrivals(chats), strict=True):
-            await _until(start + at, stop)
+            await _until(start + at, alarm, stop)
             if stop.is_set():
                 break
             task = asyncio.create_task(generator.chat(chat, start + at, think, message))
@@ -205,11 +207,10 @@ async def closed_loop(
         await _finish({asyncio.create_task(slot()) for _ in range(min(concurrency, len(chats)))}, stop)
 
 
-async def _until(due: float, stop: asyncio.Event) -> None:
-    """Returns at `due`, or when the run is to end. The event loop's timers are late, so the last stretch is not theirs:
-    there the loop turns, which serves what arrives meanwhile."""
-    while (wait := due - clock()) > 0 and not stop.is_set():
-        await asyncio.sleep(min(wait - _TIMER, 0.1) if wait > _TIMER else 0)
+async def _until(due: float, alarm: Alarm, stop: asyncio.Event) -> None:
+    """Returns at `due`, or when the run is to end."""
+    while (now := clock()) < due and not stop.is_set():
+        await alarm.at(min(due, now + _LOOK))
 
 
 async def _finish(tasks: set[asyncio.Task[Any]], stop: asyncio.Event) -> None:

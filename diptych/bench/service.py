@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from diptych.bench.priority import as_others
 from diptych.contract.errors import ConfigInvalid, Internal
 from diptych.router.client import Client
 
@@ -69,7 +70,7 @@ async def reached(target: Target) -> AsyncIterator[str]:
     # A session of its own: Ctrl-C must not stop it before what it was measured with is kept.
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL,
-        env=os.environ | {"GOMP_SPINCOUNT": "1000"}, start_new_session=True,
+        env=os.environ | {"GOMP_SPINCOUNT": "1000"}, start_new_session=True, preexec_fn=as_others,
     )  # fmt: skip
     try:
         assert process.stderr is not None

@@ -38,7 +38,8 @@ def self_test(found: dict[str, Any]) -> str:
     closed = found["closed"]
     said = [
         f"The generator against a stub: {closed['requests_s']} requests/s and {closed['tokens_s']} tokens/s"
-        f" ({closed['concurrency']} at once, {found['messages_a_request']} messages a request)."
+        f" ({closed['concurrency']} at once, {found['messages_a_request']} messages a request; {found['scheduling']}"
+        " priority)."
     ]
     said += [
         f"  at {each['rate']:g}/s (Poisson): {each['requests_s']} requests/s, {each['tokens_s']} tokens/s; adds"

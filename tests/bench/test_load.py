@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from diptych.bench.alarm import Alarm
 from diptych.bench.load import Record, clock, closed_loop, generator, open_loop
 from diptych.bench.selftest import self_test, stub
 from diptych.bench.serve import Bench, Load, Workload, search
@@ -43,6 +46,42 @@ async def test_open_and_closed_loop_with_turns(address: str) -> None:
         assert clock() - started >= max(poisson(50.0, 1)(chats))
         assert len(records) == 30
     assert all(record.sent >= record.due for record in records)
+
+
+async def test_an_alarm_rings_when_it_should() -> None:
+    """Never early, and not rounded up to whole milliseconds as a loop's own timers: how late is the machine's matter,
+    so the best of many counts."""
+    late = []
+    with contextlib.closing(Alarm()) as alarm:
+        for ms in (0.3, 1.2, 0.7, 2.1, -5.0) * 10:
+            due = clock() + ms / 1e3
+            await asyncio.wait_for(alarm.at(due), 10.0)
+            late.append(clock() - due)
+        assert min(late) >= 0
+        assert min(late) < 0.5e-3
+        waiting = asyncio.create_task(alarm.at(clock() + 100.0))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await alarm.at(clock())  # set anew
+
+
+def test_who_measures_goes_first_and_who_is_measured_does_not() -> None:
+    """In a process of its own: threads of a pool keep what they began with."""
+    script = """
+import os, subprocess, sys
+from diptych.bench.priority import ahead, as_others
+show = [sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"]
+with ahead() as said:
+    print(said, os.sched_getscheduler(0), flush=True)
+    subprocess.run(show)
+    subprocess.run(show, preexec_fn=as_others)
+print(os.sched_getscheduler(0))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    said, inside, child, measured, after = done.stdout.split()
+    policy = str(os.SCHED_RR if said == "real-time" else os.SCHED_OTHER)
+    assert (inside, child) == (policy, policy)
+    assert measured == after == str(os.SCHED_OTHER)
 
 
 async def test_a_run_that_is_stopped_keeps_what_ended(address: str) -> None:
@@ -100,6 +139,7 @@ async def test_the_command_and_its_line(address: str, tmp_path: Path, capsys: py
     assert process.returncode == 0, err
     line = json.loads(out.splitlines()[-1])
     assert line["benchmark"] == "bench-serve"
+    assert line["scheduling"] in ("real-time", "ordinary")
     assert {"commit", "torch", "machine", "date"} <= set(line)
     assert [row["level"] for row in line["rows"]] == [100, 200]
     assert line["rows"][0]["met"] == 1.0
