@@ -311,10 +311,11 @@ def generator() -> Iterator[str]:
         )
         rows = [
             (f"{r['rate']:g}", r["requests_s"], r["tokens_s"], r["sending_ms"]["p50"], r["sending_ms"]["p99"],
-             r["receiving_ms"]["p50"], r["receiving_ms"]["p99"])
+             r["receiving_ms"]["p50"], r["receiving_ms"]["p99"], r["added_ms"]["p50"], r["added_ms"]["p99"])
             for r in found["open"]
         ]  # fmt: skip
-        head = ("rate", "requests/s", "tokens/s", "adds sending, ms p50", "p99", "receiving at most, ms p50", "p99")
+        head = ("rate", "requests/s", "tokens/s", "adds sending, ms p50", "p99", "receiving at most, ms p50", "p99",
+                "together at most, ms p50", "p99")  # fmt: skip
         yield table(head, rows)
 
 

@@ -83,7 +83,7 @@ class Generator:
         address: str,
         timeout: float = 600.0,
         ended: Callable[[Record], None] = lambda record: None,
-        heard: Callable[[pb.GenerateStreamResponse], None] | None = None,
+        heard: Callable[[Record, pb.GenerateStreamResponse], None] | None = None,
     ) -> None:
         self.address, self.timeout, self.ended, self.heard = address, timeout, ended, heard
         options = [("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0)]
@@ -128,7 +128,7 @@ class Generator:
                     record.pieces.append((clock(), len(piece.token_ids)))
                     said += piece.token_ids
                 if self.heard is not None:
-                    self.heard(piece)
+                    self.heard(record, piece)
                 if piece.HasField("usage"):
                     record.prompt = piece.usage.prompt_tokens
         except grpc.aio.AioRpcError as error:

@@ -44,7 +44,8 @@ def self_test(found: dict[str, Any]) -> str:
     said += [
         f"  at {each['rate']:g}/s (Poisson): {each['requests_s']} requests/s, {each['tokens_s']} tokens/s; adds"
         f" {each['sending_ms']['p50']} ms (p99 {each['sending_ms']['p99']}) sending and at most"
-        f" {each['receiving_ms']['p50']} ms (p99 {each['receiving_ms']['p99']}) receiving"
+        f" {each['receiving_ms']['p50']} ms (p99 {each['receiving_ms']['p99']}) receiving, {each['added_ms']['p50']} ms"
+        f" (p99 {each['added_ms']['p99']}) together"
         for each in found["open"]
     ]
     return "\n".join(said)

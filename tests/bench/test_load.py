@@ -123,6 +123,8 @@ async def test_the_self_test() -> None:
     assert found["closed"]["errors"] == 0
     assert found["closed"]["requests_s"] > 100
     assert found["open"][1]["receiving_ms"]["p50"] > 0
+    for each in found["open"]:
+        assert each["added_ms"]["p50"] >= max(each["receiving_ms"]["p50"], each["sending_ms"]["p50"])
 
 
 def command(*arguments: str) -> subprocess.Popen[str]:
