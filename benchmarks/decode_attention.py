@@ -1,6 +1,6 @@
 """Decode attention alone: Llama-3-8B heads over scattered pages, bars of the roadmap's table.
 
-    python -m benchmarks.decode_attention [--sweep]
+    python -m benchmarks.decode_attention [--page 64]
 
 A call is one launch of the fused operator (rotary and KV write included); caches rotate past L2; % is of the read-only
 bandwidth of the same run, counting K and V of the context once.

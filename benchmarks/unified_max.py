@@ -60,7 +60,7 @@ def lone_block(page: int, stages: int) -> dict[str, float]:
     """Nanoseconds a tile of a sequence that one block a KV head walks, from two lengths; what starts and ends a block
     cancels out."""
     tile = 64
-    config = DecodeConfig(tile=tile, stages=stages, fixed=1 << 20)
+    config = DecodeConfig(tile=tile, stages=stages, blocks=0)  # no room to split into
     found = {}
     for name, kind in (("running", None), ("unified", unified())):
         short, long = (Case(1, n, Heads(page=page)).time(config, kind).us for n in (LONE, 2 * LONE))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 TABLES = Path(__file__).parent / "tables"
-KINDS = ("plain", "norm", "norm_gate")
 log = logging.getLogger(__name__)
 
 Fusion = Literal["plain", "norm", "norm_gate"]

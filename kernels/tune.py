@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diptych.contract.errors import ConfigInvalid
 from diptych.kernels.dataflow import LIBRARY, TABLES, Choice, Problem, table_name
 from diptych.kernels.timing import Replay, paired
+from diptych.kernels.triton.common import multiprocessors
 from diptych.kernels.triton.streamed import can_stream
 from diptych.kernels.tune_chain import Chain, LayerShape, Shape, refine
 
@@ -72,16 +74,29 @@ def decoder_shapes(
     return attention if width is None else (*attention, (hidden, 2 * width, "norm_gate"), (width, hidden, "plain"))
 
 
-def candidates(problem: Problem, multiprocessors: int = 132) -> list[Choice]:
-    """Legal launches worth a try, most promising first in no order."""
+@dataclass(frozen=True)
+class Gpu:
+    """What candidates depend on. streams: whether the copy engine feeds products there (Hopper)."""
+
+    multiprocessors: int = 132
+    streams: bool = True
+
+    @classmethod
+    def here(cls) -> Gpu:
+        device = torch.device("cuda", torch.cuda.current_device())
+        return cls(multiprocessors(device), can_stream(device))
+
+
+def candidates(problem: Problem, gpu: Gpu) -> list[Choice]:
+    """Legal launches worth a try, in no order."""
     found = []
     if problem.m <= 4 and problem.m != 3:
         found += _gemv_candidates(problem)
     if problem.m > 1:
-        found += _flat_candidates(problem, multiprocessors)
-    if problem.dtype != "float32" and can_stream(torch.device("cuda")):
-        found += _streamed_candidates(problem, multiprocessors)
-    return [replace(c, early=starts_next_early(problem, c, multiprocessors)) for c in found]
+        found += _flat_candidates(problem, gpu.multiprocessors)
+    if problem.dtype != "float32" and gpu.streams:
+        found += _streamed_candidates(problem, gpu.multiprocessors)
+    return [replace(c, early=starts_next_early(problem, c, gpu.multiprocessors)) for c in found]
 
 
 def starts_next_early(problem: Problem, choice: Choice, multiprocessors: int = 132) -> bool:
@@ -161,9 +176,11 @@ def tune(
     layer: LayerShape | None = None,
     say: Callable[[str], None] = log.info,
 ) -> Path:
-    """Sweeps shapes (K, N, fusion), then races the best of `layer`'s in its chain; merges the findings into this GPU's
-    table and returns its path. Stops sweeping, not writing, after `limit_s`."""
+    """Sweeps shapes (K, N, fusion), then races the best of `layer`'s in its chain; merges each finding into this GPU's
+    table and returns its path. Stops sweeping after `limit_s`. Raises `ConfigInvalid` where nothing can be written."""
     device, until = torch.cuda.get_device_name(), time.monotonic() + limit_s
+    path = folder / table_name(device)
+    keep(path, device, ())
     name = str(dtype).removeprefix("torch.")
     problems = [Problem(k, n, m, name, fusion) for k, n, fusion in shapes for m in rows]
     compile_all(problems, say)
@@ -176,14 +193,22 @@ def tune(
         if bench is None or not bench.serves(problem):
             bench = Bench(problem, dtype)
         findings.append(bench.find(problem, say))
+        keep(path, device, findings[-1:])
     bench = None
     if layer is not None:
-        findings = [
-            chosen for m in rows for chosen in in_chain(layer, [f for f in findings if f.problem.m == m], dtype, say)
-        ]
-    path = folder / table_name(device)
-    path.write_text(json.dumps(merged(path, device, findings), indent=1) + "\n")
+        for m in rows:
+            keep(path, device, in_chain(layer, [f for f in findings if f.problem.m == m], dtype, say))
     return path
+
+
+def keep(path: Path, device: str, findings: Iterable[Finding]) -> None:
+    """Into the table, whole or not at all: an interrupted sweep loses only what it was timing."""
+    new = path.with_suffix(".new")
+    try:
+        new.write_text(json.dumps(merged(path, device, findings), indent=1) + "\n")
+        new.replace(path)
+    except OSError as error:
+        raise ConfigInvalid(f"The table {path} cannot be written: {error.strerror}.") from error
 
 
 def in_chain(
@@ -252,7 +277,7 @@ class Bench:
     def find(self, problem: Problem, say: Callable[[str], None]) -> Finding:
         library = self.replay(problem.m, LIBRARY)
         library_us = library.time(9).us
-        times = self._race(problem.m, candidates(problem))
+        times = self._race(problem.m, candidates(problem, Gpu.here()))
         leaders = [choice for _, choice in times[:1]]
         times += self._race(problem.m, [replace(c, ahead=ahead) for c in leaders for ahead in AHEAD])
         best = Finding(problem, LIBRARY, library_us, library_us)
@@ -279,8 +304,9 @@ def compile_all(problems: list[Problem], say: Callable[[str], None]) -> None:
     start = time.monotonic()
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
     jobs: dict[tuple[Any, ...], tuple[Problem, Choice]] = {}
+    gpu = Gpu.here()
     for problem in problems:
-        for choice in candidates(problem):
+        for choice in candidates(problem, gpu):
             rows = problem.m if choice.kind == "gemv" else max(16, 1 << (problem.m - 1).bit_length())
             jobs.setdefault((problem.key, rows, choice), (problem, choice))
     work = list(jobs.values())

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diptych.kernels import moe as moe_module
 from diptych.kernels.batch import Batch
 from diptych.kernels.sampling import greedy
 from diptych.profile.decode_graph import DecodeGraph
@@ -31,6 +30,11 @@ from diptych.workers.model.loader import load
 from diptych.workers.parallel import layers as layers_module
 
 BLOCK = 16
+MOE_PARTS = {
+    "cpu": ("diptych.kernels.moe", {"route": "routing", "_expert": "expert"}),
+    "cuda": ("diptych.kernels.triton.moe", {"route": "routing", "_grouped": "grouped"}),
+}
+"""By device: the module whose functions a mixture is made of, and what describes each."""
 
 
 class Ours:
@@ -160,12 +164,11 @@ class Ours:
         """The parts of a mixture of experts; what of `moe` is neither is index work."""
         if self.config.moe is None:
             return []
-        module: Any = moe_module
-        parts: dict[str, Any] = {"route": names.routing, "_expert": names.expert}
-        if self.device.type == "cuda":
-            module = importlib.import_module("diptych.kernels.triton.moe")
-            parts = {"route": names.routing, "_grouped": names.grouped}
-        return [(module, name, recorder.wrap(getattr(module, name), how)) for name, how in parts.items()]
+        where, parts = MOE_PARTS[self.device.type]
+        module = importlib.import_module(where)
+        return [
+            (module, name, recorder.wrap(getattr(module, name), getattr(names, how))) for name, how in parts.items()
+        ]
 
 
 class _Names:

@@ -6,7 +6,6 @@ operators of the same device at once. Counters are zero before and after every l
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import torch
@@ -17,12 +16,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from diptych.contract.errors import Internal
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COUNTERS = 1 << 17
 NEVER, EARLY, LATE = 0, 1, 2
 DEPENDENT = True
 """Off: every kernel waits for its predecessor's end (benchmarks measure the difference)."""
-TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 _scratch: dict[tuple[torch.device, str], Tensor] = {}
 _retired: list[Tensor] = []  # captured graphs may still point at a buffer that was outgrown

@@ -69,6 +69,12 @@ def grouped_kernel(
         tl.store(o_ptr + (pair * n)[:, None] + cols[None, :], acc * scale[:, None], mask=ok)
 
 
+def route(x: Tensor, router_weight: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """As `kernels.moe.route`; the library's product where the batch may choose it."""
+    scores = product(x, router_weight) if is_batch_invariant() else linear(x, router_weight)
+    return route_scores(scores, top_k, normalise)
+
+
 def moe(x: Tensor, router_weight: Tensor, gate_up: Experts, down: Experts, top_k: int, normalise: bool) -> Tensor:
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         raise ModelUnsupported("experts on a GPU are one tensor of all experts")
@@ -77,8 +83,7 @@ def moe(x: Tensor, router_weight: Tensor, gate_up: Experts, down: Experts, top_k
     (tokens, hidden), (experts, width2, _) = x.shape, gate_up.shape
     if tokens == 0:
         return torch.empty_like(x)
-    scores = product(x, router_weight) if is_batch_invariant() else linear(x, router_weight)
-    weights, chosen = route_scores(scores, top_k, normalise)
+    weights, chosen = route(x, router_weight, top_k, normalise)
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     count = torch.zeros(experts, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))

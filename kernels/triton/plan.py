@@ -19,19 +19,19 @@ FIELDS = 8
 """int32 an item.
 
 Decode: sequence (-1: no work), first and last token of the span, the sequence's first item, its number of items,
-context, first query token, query tokens. Prefill: sequence, first query row of the tile, 0, 0, 0, context, first query
-token, query tokens.
+context, first query token, query tokens. Prefill: sequence, first query row of the tile, three unused, context, first
+query token, query tokens.
 """
 
 
 @triton.jit
 def decode_plan_kernel(
-    context_ptr, start_ptr, plan_ptr, batch, items, slots, fixed,
+    context_ptr, start_ptr, plan_ptr, batch, items, slots,
     TILE: tl.constexpr, WINDOW: tl.constexpr, FUSED: tl.constexpr, MAXQ: tl.constexpr,
     BB: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """Cuts the batch's tiles into about `slots` equal items (`fixed` > 0: into items of so many tiles, whatever else is
-    in the batch). Sequences of more than MAXQ query tokens are prefill's. Grid: ceil(items / BI)."""
+    """Cuts the batch's tiles into about `slots` equal items. Sequences of more than MAXQ query tokens are prefill's.
+    Grid: ceil(items / BI)."""
     i = tl.arange(0, BB)
     context = tl.load(context_ptr + i, mask=i < batch, other=0)
     start = tl.load(start_ptr + i, mask=i < batch, other=0)
@@ -50,7 +50,6 @@ def decode_plan_kernel(
     for _ in tl.static_range(12):  # rounding up makes more items than slots: a second wave for a few
         count = tl.sum((tiles + size - 1) // size, axis=0)
         size = tl.where(count > slots, size + step, size)
-    size = tl.where(fixed > 0, fixed, size)
     number = (tiles + size - 1) // size
     after = tl.cumsum(number, axis=0)
     item = tl.program_id(0) * BI + tl.arange(0, BI)
@@ -62,7 +61,7 @@ def decode_plan_kernel(
     spans = tl.sum(tl.where(here, tiles[None, :], 0), axis=1)
     low = tl.sum(tl.where(here, begin[None, :], 0), axis=1)
     high = tl.sum(tl.where(here, end[None, :], 0), axis=1)
-    span = tl.where(fixed > 0, size, (spans + splits - 1) // splits)
+    span = (spans + splits - 1) // splits
     from_ = low + (item - first) * span * TILE
     to = tl.minimum(from_ + span * TILE, high)
     at = plan_ptr + item * 8
@@ -111,19 +110,16 @@ class Plan:
     fresh: bool
 
 
-def decode_plan(
-    batch: Batch, *, slots: int, tile: int, window: int | None, fused: bool, max_query: int, fixed: int = 0
-) -> Plan:
-    """At most slots + B items; with `fixed` tiles an item, as many as the longest context allows."""
-    key = ("decode plan", slots, tile, window, fused, max_query, fixed)
+def decode_plan(batch: Batch, *, slots: int, tile: int, window: int | None, fused: bool, max_query: int) -> Plan:
+    """At most slots + B items."""
+    key = ("decode plan", slots, tile, window, fused, max_query)
     if key in batch.memo:
         return Plan(batch.memo[key], fresh=False)
     sequences = batch.context_lens.shape[0]
-    longest = triton.cdiv(batch.max_context, tile)
-    items = sequences * triton.cdiv(longest, fixed) if fixed else slots + sequences
+    items = slots + sequences
     plan = torch.empty(items, FIELDS, dtype=torch.int32, device=batch.context_lens.device)
     decode_plan_kernel[(triton.cdiv(items, 32),)](
-        batch.context_lens, batch.query_start, plan, sequences, items, slots, fixed,
+        batch.context_lens, batch.query_start, plan, sequences, items, slots,
         TILE=tile, WINDOW=window or 0, FUSED=fused, MAXQ=max_query,
         BB=triton.next_power_of_2(sequences), BI=32, num_warps=4,
     )  # fmt: skip

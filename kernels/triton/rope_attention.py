@@ -35,15 +35,13 @@ ROWS = 64
 @dataclass(frozen=True)
 class DecodeConfig:
     """Launch of decode attention. blocks: blocks a multiprocessor that the splits aim at. ahead: so many tokens are
-    brought to L2 before the predecessor ends. fixed: tiles an item, whatever the batch, so that a sequence's bits
-    do not depend on its neighbours; 0 lets the plan choose. early: see `Choice`."""
+    brought to L2 before the predecessor ends. early: see `Choice`."""
 
     tile: int = 64
     warps: int = 4
     stages: int = 3
     blocks: int = 4
     ahead: int = 0
-    fixed: int = 0
     early: bool = False
 
 
@@ -160,7 +158,6 @@ def _decode(
     slots = max(1, multiprocessors(device) * config.blocks // kv_heads)
     plan = decode_plan(
         batch, slots=slots, tile=config.tile, window=shape.window, fused=rope is not None, max_query=max_query,
-        fixed=config.fixed,
     )  # fmt: skip
     items = plan.items.shape[0]
     rows = triton.next_power_of_2(group * max_query)

@@ -38,12 +38,14 @@ def greedy_kernel(
         places = tl.load(base + i * 2 + 1, mask=i < splits, other=0.0, cache_modifier=".cg").to(tl.int32, bitcast=True)
         best = tl.max(values, axis=0)
         first = tl.min(tl.where((values == best) & (i < splits), places, 2147483647), axis=0)
-        tl.store(out_ptr + row, first.to(tl.int64))
+        # of a row of NaNs none is the largest: a token all the same, since the next step reads its embedding
+        tl.store(out_ptr + row, tl.minimum(first, vocab - 1).to(tl.int64))
     leave(PDL)
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The largest logit of each row, the first of equals. logits: [B, V], rows contiguous. Returns [B] int64."""
+    """The largest logit of each row, the first of equals; some token of a row of NaNs. logits: [B, V], rows contiguous.
+    Returns [B] int64."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:

@@ -18,15 +18,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diptych.kernels.dataflow import Choice
 from diptych.kernels.triton.common import counters, launch_options, multiprocessors, partials
+from diptych.kernels.triton.hopper import async_load, boxes, thread_barrier
 
 MOST_ROWS = 256
 REGISTERS_OF_NORM = gl.constexpr(96)
@@ -57,7 +56,7 @@ def streamed(
     places = multiprocessors(x.device) * c.blocks
     assert c.split == 1 or not (gate or norm)
     streamed_kernel[(min(tiles * c.split, places),)](
-        _boxes(weight, c.bn, c.bk), _boxes(x, bm, c.bk), g, out if bias is None else bias, r, out,
+        boxes(weight, c.bn, c.bk), boxes(x, bm, c.bk), g, out if bias is None else bias, r, out,
         partials(x.device, tiles * c.split * c.bn * bm if c.split > 1 else 1), counters(x.device),
         m, n, r_stride, out.stride(0), tiles, eps,
         K=k, BM=bm, BN=c.bn, BK=c.bk, SPLIT=c.split, STAGES=c.stages, NORM=norm is not None, GATE=gate,
@@ -70,12 +69,6 @@ def registers(c: Choice, norm: bool) -> int | None:
     """A thread's registers, so that `blocks` blocks find room on a multiprocessor."""
     threads = 32 * (c.warps + 4 + (4 if norm else 0))  # the copying warp counts as four
     return None if c.blocks == 1 else (1 << 16) // c.blocks // threads // 8 * 8
-
-
-def _boxes(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    kind = gl.bfloat16 if matrix.dtype is torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)
 
 
 @gluon.jit(do_not_specialize=["m"])
@@ -156,7 +149,7 @@ def _bring(
         if PDL == 1:
             _let_successor_start()
     for i in range(ahead):
-        tma.async_copy_global_to_shared(x_desc, [0, (first + i) * BK], full.index(i), x_smem.index(i))
+        async_load(x_desc, [0, (first + i) * BK], full.index(i), x_smem.index(i))
     count = ahead
     first += ahead
     for u in range(unit, tiles * SPLIT, gl.num_programs(0)):
@@ -166,7 +159,7 @@ def _bring(
             stage = count % STAGES
             mbarrier.wait(free.index(stage), (count // STAGES + 1) & 1)
             _weights(w_desc, w_smem, full, stage, u // SPLIT, chunk, n, BM, BN, BK, GATE)
-            tma.async_copy_global_to_shared(x_desc, [0, chunk * BK], full.index(stage), x_smem.index(stage))
+            async_load(x_desc, [0, chunk * BK], full.index(stage), x_smem.index(stage))
             count += 1
     if PDL == 2:
         _let_successor_start()
@@ -180,9 +173,7 @@ def _weights(
     HALVES: gl.constexpr = 2 if GATE else 1
     mbarrier.expect(full.index(stage), (HALVES * BN + BM) * BK * 2)
     for half in gl.static_range(HALVES):
-        tma.async_copy_global_to_shared(
-            w_desc, [tile * BN + half * n, chunk * BK], full.index(stage), w_smem.index(stage * HALVES + half)
-        )
+        async_load(w_desc, [tile * BN + half * n, chunk * BK], full.index(stage), w_smem.index(stage * HALVES + half))
 
 
 @gluon.jit
@@ -206,12 +197,12 @@ def _normalize(
             squares += x * x
             x_smem.index(stage).store((x * g[None, :]).to(x_smem.dtype))
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(ready.index(stage), count=1)
             count += 1
         mbarrier.wait(summed.index(1), (units + 1) & 1)
         sums.store(gl.sum(squares, axis=1))
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(summed.index(0), count=1)
         units += 1  # noqa: SIM113 - a kernel's loop has no `enumerate`
 
@@ -288,7 +279,7 @@ def _join(
     row = gl.arange(0, BN, gl.SliceLayout(1, grid))
     column = gl.arange(0, BM, gl.SliceLayout(0, grid))
     gl.store(part + split * (BN * BM) + column[None, :] * BN + row[:, None], acc)
-    gl.thread_barrier()
+    thread_barrier()
     arrived = gl.atomic_add(count_ptr + tile, 1, sem="acq_rel") + 1
     if arrived == SPLIT:
         for p in range(PIECES):

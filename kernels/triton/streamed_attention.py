@@ -17,11 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from diptych.kernels.triton.hopper import async_load, boxes, thread_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 QUERY_ROWS = 128
@@ -58,7 +58,7 @@ def streamed_attention(
     pages = [_rows(cache, head_dim) for cache in (k_cache, v_cache)]
     page = k_cache.shape[1]
     streamed_attention_kernel[(heads, items.shape[0])](
-        _boxes(q.view(-1, heads * head_dim), 64, head_dim), *(_boxes(p, page, head_dim) for p in pages),
+        boxes(q.view(-1, heads * head_dim), 64, head_dim), *(boxes(p, page, head_dim) for p in pages),
         out, table, items, table.stride(0),
         *(c.stride(axis) // head_dim for c in (k_cache, v_cache) for axis in (0, 2)), scale, softcap or 1.0,
         HEADS=heads, KV_HEADS=kv_heads, D=head_dim, PAGE=page, BN=COLUMNS, STAGES=256 // head_dim,
@@ -70,12 +70,6 @@ def _rows(pages: Tensor, head_dim: int) -> Tensor:
     """All pages of all heads as one matrix of rows of head_dim."""
     elements = sum((n - 1) * step for n, step in zip(pages.shape, pages.stride(), strict=True)) + 1
     return pages.as_strided((elements // head_dim, head_dim), (head_dim, 1))
-
-
-def _boxes(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    kind = gl.bfloat16 if matrix.dtype is torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
 @gluon.jit
@@ -149,7 +143,7 @@ def _bring(
     """The copying warp. Values follow keys one tile behind, as they are needed."""
     for i in gl.static_range(2):
         mbarrier.expect(q_full.index(i), 64 * D * 2)
-        tma.async_copy_global_to_shared(q_desc, [q_row + i * 64, q_column], q_full.index(i), q_smem.index(i))
+        async_load(q_desc, [q_row + i * 64, q_column], q_full.index(i), q_smem.index(i))
     for tile in range(low, high):
         n = tile - low
         stage = n % STAGES
@@ -157,14 +151,14 @@ def _bring(
         mbarrier.expect(k_full.index(stage), BN * D * 2)
         for i in gl.static_range(BN // PAGE):
             page = gl.load(table + gl.minimum(tile * (BN // PAGE) + i, last))
-            tma.async_copy_global_to_shared(
+            async_load(
                 k_desc, [page * k_block + k_row, 0], k_full.index(stage), k_smem.index(stage).slice(i * PAGE, PAGE)
             )
         mbarrier.wait(v_free.index(stage), (n // STAGES + 1) & 1)
         mbarrier.expect(v_full.index(stage), BN * D * 2)
         for i in gl.static_range(BN // PAGE):
             page = gl.load(table + gl.minimum(tile * (BN // PAGE) + i, last))
-            tma.async_copy_global_to_shared(
+            async_load(
                 v_desc, [page * v_block + v_row, 0], v_full.index(stage), v_smem.index(stage).slice(i * PAGE, PAGE)
             )
 
@@ -220,7 +214,7 @@ def _compute(
         v = values.load(linear)
         values.store(gl.where((at < context)[:, None], v, gl.zeros_like(v)))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
     acc = warpgroup_mma(weights, values, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     total = gl.convert_layout(total, gl.SliceLayout(1, output))

@@ -36,6 +36,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decode attention": attention((1, 1, 1), (200, 1, 65)),
     "decode attention, unified maximum": lambda: attention((1, 1), (200, 65), unified=unified())(),
     "prefill attention": attention((70, 1, 33), (70, 40, 90)),
+    "prefill attention by tiles": lambda: check_attention(AttentionCase((70, 33), (70, 90)), HALF, GPU),
     "gemv": product(ProductCase(2, 256, 72, norm=True, gate=True), Choice("gemv", 8, 256, 1, 4, 3, 256)),
     "flat": product(GATE, Choice("flat", 64, 64, 1, 4, 3)),
     "flat, split": product(SUMS, Choice("flat", 64, 64, 4, 4, 3)),
@@ -51,8 +52,8 @@ CASES: dict[str, Callable[[], None]] = {
     "experts": lambda: glue.check_moe(9, 5, 3, HALF, GPU),
 }
 HOPPER = {
-    "streamed": product(ProductCase(5, 256, 160, norm=True, gate=True), Choice("streamed", 64, 64, 1, 4, 3)),
-    "streamed, split": product(SUMS, Choice("streamed", 64, 64, 2, 4, 3)),
+    "streamed product": product(ProductCase(5, 256, 160, norm=True, gate=True), Choice("streamed", 64, 64, 1, 4, 3)),
+    "streamed product, split": product(SUMS, Choice("streamed", 64, 64, 2, 4, 3)),
 }
 
 

@@ -60,6 +60,10 @@ def drive(harness: Harness, together: bool) -> dict[str, list[int]]:
     return dict(harness.loop.tokens)
 
 
+def preempted(harness: Harness) -> bool:
+    return any(stage.name == "decode.preempted" for ended in harness.loop.ended.values() for stage in ended.stages)
+
+
 @pytest.fixture(scope="module")
 def reference(tiny: Path) -> dict[str, list[int]]:
     return run(tiny, together=False)
@@ -79,6 +83,7 @@ def test_preemption_on_a_gpu(tiny: Path, reference: dict[str, list[int]]) -> Non
         harness.ask(name, prompt, tokens, sampling)
     harness.run()
     assert harness.loop.tokens == reference
+    assert preempted(harness)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +104,10 @@ def invariant(tiny: Path) -> dict[str, list[int]]:
 )
 def test_batch_invariance_in_bf16(tiny: Path, invariant: dict[str, list[int]], settings: dict[str, object]) -> None:
     """Bitwise: drawn tokens and greedy ones are those of each request alone."""
-    assert run(tiny, True, **({"dtype": "bfloat16", "device": "cuda", "batch_invariant": True} | settings)) == invariant
+    given = {"dtype": "bfloat16", "device": "cuda", "batch_invariant": True, "cache_blocks": 160} | settings
+    harness = Harness(tiny, **given)
+    assert drive(harness, True) == invariant
+    assert preempted(harness) is (given["cache_blocks"] == 22)
 
 
 @pytest.mark.parametrize(("phi", "all_again"), [(0.0, False), (500.0, True)])

@@ -51,6 +51,14 @@ def test_draw() -> None:
     check_sample("cuda", vocab=128_256, rows=24, block=4096)
 
 
+def test_a_row_of_nans_draws_a_token_of_the_vocabulary() -> None:
+    """Its embedding is read in the next step, with other requests' beside it."""
+    from diptych.kernels.triton.sampling import greedy
+
+    for vocab in (9001, 8192):
+        assert 0 <= int(greedy(torch.full((1, vocab), float("nan"), device="cuda"))) < vocab
+
+
 def test_pages_beyond_two_to_the_31() -> None:
     """Attention over a cache of more than 2**31 elements: the last blocks of it."""
     from dataclasses import replace

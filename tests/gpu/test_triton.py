@@ -54,7 +54,7 @@ def test_streamed_prefill(name: str, head_dim: int, page: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("knobs", [{"tile": 32, "warps": 2}, {"ahead": 64}, {"fixed": 4}, {"tile": 128, "stages": 3}])
+@pytest.mark.parametrize("knobs", [{"tile": 32, "warps": 2}, {"ahead": 64}, {"tile": 128, "stages": 3}])
 def test_decode_configurations(knobs: dict[str, int], page: int) -> None:
     from diptych.kernels.triton.rope_attention import DecodeConfig
 

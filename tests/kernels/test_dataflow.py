@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from diptych.kernels.dataflow import LIBRARY, TABLES, Choice, Problem, Table, choose, table, table_name
-from diptych.kernels.tune import SHARED_MEMORY, Finding, candidates, decoder_shapes, merged, starts_next_early
+from diptych.kernels.tune import SHARED_MEMORY, Finding, Gpu, candidates, decoder_shapes, merged, starts_next_early
 
 LLAMA_3_8B = decoder_shapes(4096, 32, 8, 128, 14336, 128256)
 
@@ -42,18 +42,21 @@ def test_the_shipped_table_serves_llama_3() -> None:
         assert shipped.choose(Problem(k, n, 512, "bfloat16", fusion)) == LIBRARY
 
 
+@pytest.mark.parametrize("gpu", [Gpu(132, True), Gpu(108, False)], ids=["hopper", "ampere"])
 @pytest.mark.parametrize("m", [1, 2, 4, 8, 64, 128])
 @pytest.mark.parametrize(("k", "n", "fusion"), LLAMA_3_8B)
-def test_candidates_fit_the_gpu(k: int, n: int, fusion: str, m: int) -> None:
+def test_candidates_fit_the_gpu(k: int, n: int, fusion: str, m: int, gpu: Gpu) -> None:
     problem = Problem(k, n, m, "bfloat16", fusion)  # type: ignore[arg-type]
-    found = candidates(problem)
+    found = candidates(problem, gpu)
     assert found
+    assert any(c.kind == "streamed" for c in found) is gpu.streams
     assert len(set(found)) == len(found)
     gate = 2 if fusion == "norm_gate" else 1
     for c in found:
         rows = 0 if c.kind == "gemv" else max(16, m)
         assert (c.bn * gate + rows) * c.bk * 2 * c.stages <= SHARED_MEMORY
-        assert c.split == 1 or c.kind == "flat"
+        assert c.split == 1 or c.kind in ("flat", "streamed")
+        assert c.kind != "streamed" or c.split == 1 or fusion == "plain" or (fusion == "norm" and c.apart)
 
 
 def test_a_launch_of_many_waves_keeps_its_successor_out() -> None:

@@ -64,24 +64,3 @@ def test_outliers_are_computed_again_and_only_they(monkeypatch: pytest.MonkeyPat
     check_attention(case, torch.float32, "cpu", config=config, unified=Unified(0.0, 40.0, 40.0, counts))
     again, rows = counts.tolist()
     assert 0 < again <= case.heads // case.kv_heads < rows
-
-
-def test_batch_invariance_with_fixed_splits() -> None:
-    """A sequence's output is bitwise the same alone and beside others."""
-    from diptych.kernels.triton.rope_attention import DecodeConfig, rope_attention
-    from tests.kernels.triton_cases import attention_inputs
-
-    config = DecodeConfig(tile=16, stages=2, fixed=2)
-    both = attention_inputs(AttentionCase((1, 1), (90, 41), unused=0.0)).to(torch.float32)
-    alone = attention_inputs(AttentionCase((1, 1), (90, 0), unused=0.0)).to(torch.float32)
-    outputs = [
-        rope_attention(both.qkv, x.batch, both.k.clone(), both.v.clone(), both.rope, **both.options, config=config)
-        for x in (both, type(both)(both.qkv, alone_batch(both, alone), both.k, both.v, both.rope, both.options))
-    ]
-    assert torch.equal(outputs[0][0], outputs[1][0])
-
-
-def alone_batch(both, alone):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
-    return replace(both.batch, context_lens=alone.batch.context_lens, contexts=(90, 0))
