@@ -1,7 +1,7 @@
 """What can be known to be wrong before anything starts: the model's folder, looked at without loading it.
 
-Takes milliseconds and imports no torch. The loader and the router check everything again and in depth; this only spares
-an operator the wait for a cluster when the folder cannot work.
+Takes milliseconds and imports no torch. The configuration is read as a worker reads it; tokenizer and weights are
+checked in depth only at the start. This spares an operator the wait for a cluster when the folder cannot work.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from diptych.contract.errors import ConfigInvalid, ModelUnsupported
-from diptych.workers.model.family import FAMILIES
-from diptych.workers.parallel.layout import ModelSizes, refuse_bad_layout
+from diptych.workers.model.config import ModelConfig
+from diptych.workers.model.values import read_json, weight_map
+from diptych.workers.parallel.layout import refuse_bad_layout
 from diptych.workers.settings import UNIFIED_MAXIMUM, WorkerSettings
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,34 +35,20 @@ def model_folder(name: str) -> Path:
 
 
 def check_model(folder: Path, *, weights: bool = True) -> None:
-    """Raises `ModelUnsupported` naming the file (or the architecture) that cannot work."""
-    config = _read(folder / "config.json")
-    architectures = config.get("architectures") or []
-    if not any(name in FAMILIES for name in architectures):
-        found = ", ".join(map(str, architectures)) or "no architecture"
-        raise ModelUnsupported(f"{folder / 'config.json'} names {found}; supported are {', '.join(FAMILIES)}.")
+    """Raises `ModelUnsupported` naming the file (and the key, or the architecture) that cannot work."""
+    ModelConfig.from_folder(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ModelUnsupported(
             f"The tokenizer {folder / 'tokenizer.json'} is missing; copy it from the model's source."
         )
-    _read(folder / "tokenizer.json")
+    read_json(folder / "tokenizer.json")
     if weights:
         _check_weights(folder)
 
 
 def check_layout(folder: Path, groups: Iterable[WorkerSettings]) -> None:
     """Raises `ConfigInvalid` with the numbers when a group's ranks cannot divide the model."""
-    raw = _read(folder / "config.json")
-    heads = int(raw.get("num_attention_heads") or 0)
-    experts = int(raw.get("num_local_experts") or raw.get("num_experts") or 0)
-    width = int(raw.get("intermediate_size") or 0)
-    sizes = ModelSizes(
-        heads,
-        int(raw.get("num_key_value_heads") or heads),
-        width,
-        experts,
-        int(raw.get("moe_intermediate_size") or width),
-    )
+    sizes = ModelConfig.from_folder(folder).sizes
     for group in groups:
         if group.tensor > 1 or group.spread_experts:
             refuse_bad_layout(sizes, group.grid, group.spread_experts, group.name)
@@ -70,11 +56,9 @@ def check_layout(folder: Path, groups: Iterable[WorkerSettings]) -> None:
 
 def check_context(folder: Path, groups: Iterable[WorkerSettings]) -> None:
     """Raises `ConfigInvalid` when a group is to hold longer contexts than the model accepts."""
-    raw = _read(folder / "config.json")
-    known = [FAMILIES[name] for name in raw.get("architectures") or [] if name in FAMILIES]
-    positions = raw.get("max_position_embeddings") or (known[0].max_positions if known else 0)
-    for group in groups if positions else ():
-        group.context(int(positions))
+    positions = ModelConfig.from_folder(folder).max_positions
+    for group in groups:
+        group.context(positions)
 
 
 def check_unified_maximum(folder: Path, groups: Iterable[WorkerSettings]) -> None:
@@ -102,11 +86,8 @@ def _cached(name: str) -> Path:
 
 def _check_weights(folder: Path) -> None:
     if (folder / _INDEX).is_file():
-        named = _read(folder / _INDEX).get("weight_map")
-        if not isinstance(named, dict) or not named:
-            raise ModelUnsupported(f"{folder / _INDEX} has no weight_map.")
-        for name in sorted(set(named.values())):
-            _check_safetensors(folder / str(name))
+        for name in sorted(set(weight_map(folder / _INDEX).values())):
+            _check_safetensors(folder / name)
     elif (folder / _SINGLE).is_file():
         _check_safetensors(folder / _SINGLE)
     else:
@@ -126,19 +107,7 @@ def _check_safetensors(path: Path) -> None:
             header = json.loads(file.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
             needed = 8 + length + max(ends, default=0)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             raise ModelUnsupported(f"The weight file {path} is damaged: its header cannot be read.") from None
     if size != needed:
         raise ModelUnsupported(f"The weight file {path} is damaged or cut short: {size} bytes of {needed}.")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelUnsupported(f"{path} is missing; the folder must be in Hugging Face's layout.") from None
-    except (OSError, ValueError) as error:
-        raise ModelUnsupported(f"{path} cannot be read: {error}.") from None
-    if not isinstance(tree, dict):
-        raise ModelUnsupported(f"{path} must hold a JSON object.")
-    return tree

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from diptych.contract.errors import ModelUnsupported
+from diptych.workers.model.config import ModelConfig
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -22,40 +20,12 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def model_facts(folder: Path, name: str = "") -> ModelFacts:
-    """Raises `ModelUnsupported` naming the file, or the key that is missing in it."""
-    config = _read(folder / "config.json")
-    text = config.get("text_config", config)
-    generation = folder / "generation_config.json"
-    ends = _ids(_read(generation).get("eos_token_id")) if generation.is_file() else ()
+    """Raises `ModelUnsupported` naming the file, and the key in it that cannot work."""
+    config = ModelConfig.from_folder(folder)
     return ModelFacts(
         name=name or folder.resolve().name,
-        architecture=str((config.get("architectures") or ["unknown"])[0]),
-        vocabulary=_count(folder, text, "vocab_size"),
-        max_context=_count(folder, text, "max_position_embeddings"),
-        end_ids=ends or _ids(text.get("eos_token_id")) or _ids(config.get("eos_token_id")),
+        architecture=config.architecture,
+        vocabulary=config.vocab,
+        max_context=config.max_positions,
+        end_ids=config.end_ids,
     )
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelUnsupported(f"{file} is missing: the model folder must be in Hugging Face's layout.") from None
-    except (OSError, ValueError) as error:
-        raise ModelUnsupported(f"{file} cannot be read: {error}.") from None
-    if not isinstance(content, dict):
-        raise ModelUnsupported(f"{file} must hold a JSON object.")
-    return content
-
-
-def _count(folder: Path, config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ModelUnsupported(f"{folder / 'config.json'} has no valid {key!r}.")
-    return value
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,)
-    return tuple(value) if isinstance(value, list) and all(isinstance(item, int) for item in value) else ()

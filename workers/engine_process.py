@@ -40,7 +40,7 @@ from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import dtype_of, load
 from diptych.workers.parallel.follow import Follower
 from diptych.workers.parallel.group import Groups, join
-from diptych.workers.parallel.layout import ExpertTable, ModelSizes, Shard, kv_share, may_share_a_gpu, refuse_bad_layout
+from diptych.workers.parallel.layout import ExpertTable, Shard, kv_share, may_share_a_gpu, refuse_bad_layout
 from diptych.workers.parallel.lead import Followers, LeadingRunner
 from diptych.workers.parallel.orders import Join, Line
 from diptych.workers.parallel.symmetric import lend
@@ -237,10 +237,9 @@ def build_rank(launch: Launch, channel: EngineChannel, groups: Groups) -> Rank:
 
 
 def _shard(settings: WorkerSettings, config: ModelConfig, rank: int) -> Shard:
-    moe, grid = config.moe, settings.grid
-    sizes = ModelSizes(config.heads, config.kv_heads, config.width, moe.experts if moe else 0, moe.width if moe else 0)
+    sizes, grid = config.sizes, settings.grid
     refuse_bad_layout(sizes, grid, settings.spread_experts, settings.name or settings.role)
-    spread = settings.spread_experts and moe is not None and grid.ranks > 1
+    spread = settings.spread_experts and config.moe is not None and grid.ranks > 1
     table = ExpertTable.even(sizes.experts, grid.ranks) if spread else None
     data_rank, place = grid.place(rank)
     return Shard(place, grid.tensor, table, data_rank)

@@ -16,6 +16,7 @@ from diptych.contract.request import Sampling, Stopping
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import load
+from diptych.workers.model.rope import rope_tables
 from diptych.workers.sampler import Sampler, SampleRow, prompt_logprobs
 from tests.support.paged import Driver, Row
 
@@ -201,7 +202,7 @@ def _respelled(ours: Decoder, folder: Path, keys: dict[str, Any]) -> Decoder:
     raw = json.loads((folder / "config.json").read_text())
     raw = {key: value for key, value in raw.items() if not key.startswith("rope_")} | keys
     changed = copy.copy(ours)
-    changed.rope = ModelConfig.from_dict(raw).rope.tables(256)
+    changed.rope = rope_tables(ModelConfig.from_dict(raw).rope, 256)
     return changed
 
 

@@ -24,6 +24,7 @@ from diptych.kernels.rms_norm import rms_norm
 from diptych.kernels.rope_attention import Unified, rope_attention
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.loader import Weights
+from diptych.workers.model.rope import rope_tables
 from diptych.workers.parallel.experts import SpreadExperts
 from diptych.workers.parallel.group import Group, Groups
 from diptych.workers.parallel.layers import Embedding, Head, Mixture, RowLinear, SlicedExperts
@@ -85,7 +86,7 @@ class Decoder:
         self.head = Head(weights.pop("norm"), config.eps, head, config.vocab, group)
         groups = Groups(group, everyone or group)
         self.layers = tuple(_layer(weights, config, index, groups, shard) for index in range(config.layers))
-        self.rope = config.rope.tables(max_positions or config.max_positions, self.device)
+        self.rope = rope_tables(config.rope, max_positions or config.max_positions, self.device)
         self.scale = config.head_dim**-0.5
         self.heads = len(even(config.heads, shard.rank, shard.ranks))
         self.kv_heads = len(kv_share(config.kv_heads, shard.rank, shard.ranks))

@@ -96,7 +96,5 @@ HARMLESS = frozenset(
         # how transformers runs it
         "use_cache", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward",
         "cache_implementation", "is_decoder", "attn_implementation", "gradient_checkpointing",
-        # read by `rope`
-        "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
     }
 )  # fmt: skip

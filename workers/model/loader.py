@@ -7,7 +7,6 @@ checkpoint's format is known here only.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch import Tensor
 from diptych.contract.errors import ModelUnsupported
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.parameters import Cut, Parameter, cut, parameters
+from diptych.workers.model.values import weight_map
 from diptych.workers.parallel.layout import WHOLE, Shard
 
 Progress = Callable[[int, int], None]
@@ -131,7 +131,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     """The files to read and the tensors that the index places in each; None without an index."""
     if (folder / _INDEX).is_file():
         files: dict[Path, set[str] | None] = {}
-        for tensor, name in _weight_map(folder / _INDEX).items():
+        for tensor, name in weight_map(folder / _INDEX).items():
             names = files.setdefault(folder / name, set())
             assert names is not None
             names.add(tensor)
@@ -142,18 +142,6 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     if (folder / _SINGLE).is_file():
         return {folder / _SINGLE: None}
     raise ModelUnsupported(f"{folder} holds neither {_SINGLE} nor {_INDEX}; only safetensors are read.")
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    try:
-        found = json.loads(path.read_text())["weight_map"]
-        names = {str(tensor): str(name) for tensor, name in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelUnsupported(f"{path} is not a valid index of safetensors: {error}.") from error
-    for name in names.values():
-        if Path(name).name != name:
-            raise ModelUnsupported(f"{path} names the file {name!r}, which is not in its own folder.")
-    return names
 
 
 def _fill_from(path: Path, named: set[str] | None, filling: _Filling, config: ModelConfig) -> Iterator[int]:
