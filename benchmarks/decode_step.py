@@ -27,6 +27,7 @@ from diptych.workers.cache import KVCache
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import load
+from diptych.workers.settings import block_size_on
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ ROWS = (
 class DecodeGraph:
     """One captured step of `sequences` sequences that start at `prompt` cached tokens (random keys and values)."""
 
-    def __init__(self, decoder: Decoder, sequences: int, prompt: int, generated: int, page: int = 16) -> None:
+    def __init__(
+        self, decoder: Decoder, sequences: int, prompt: int, generated: int, page: int = block_size_on("cuda")
+    ) -> None:
         config = decoder.config
         pages = -(-(prompt + generated + 2) // page)
         self.cache = KVCache(

@@ -19,7 +19,7 @@ from diptych.contract.errors import ConfigInvalid
 from diptych.contract.limits import Limits
 from diptych.contract.wire import Role
 from diptych.workers.parallel.layout import may_share_a_gpu
-from diptych.workers.settings import WorkerSettings
+from diptych.workers.settings import WorkerSettings, block_size_on
 
 Count = Annotated[int, Field(ge=0, le=1024)]
 Positive = Annotated[int, Field(ge=1)]
@@ -165,8 +165,7 @@ class Config(_Section):
     @property
     def block_size(self) -> int:
         """Tokens of a block of the KV cache, the same for all groups."""
-        on_gpu = any(self._group(role).device.startswith("cuda") for role in self._roles)
-        return self.engine.block_size or (64 if on_gpu else 16)
+        return self.engine.block_size or block_size_on(*(self._group(role).device for role in self._roles))
 
     @property
     def _roles(self) -> tuple[Role, ...]:

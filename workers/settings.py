@@ -15,6 +15,12 @@ UNIFIED_MAXIMUM = "unified_maximum.json"
 """What `diptych calibrate` leaves in a model's folder."""
 
 
+def block_size_on(*devices: str) -> int:
+    """Tokens of a block of the KV cache where nobody chose: what a GPU's kernels read best if one of the devices is
+    a GPU."""
+    return 64 if any(device.startswith("cuda") for device in devices) else 16
+
+
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one worker group (one front, `tensor` × `data` engines).
 

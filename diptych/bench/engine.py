@@ -35,7 +35,7 @@ from diptych.workers.channel import Deliver, Emit, Launch, ToEngine, ToFront
 from diptych.workers.engine_process import build
 from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.parameters import parameters
-from diptych.workers.settings import WorkerSettings
+from diptych.workers.settings import WorkerSettings, block_size_on
 
 
 class Loop:
@@ -72,6 +72,7 @@ class Bench:
             model=str(folder), role="colocated", device=options.device, load_format=load_format, prefix_cache=False,
             max_batch=batch, token_budget=options.budget, max_context=min(options.context, self.config.max_positions),
             graphs=not options.no_graphs, threads=options.threads, cache_bytes=options.cache_bytes,
+            block_size=block_size_on(options.device),
         )  # fmt: skip
         self.loop = Loop()
         channel: Any = self.loop

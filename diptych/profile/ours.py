@@ -28,8 +28,8 @@ from diptych.workers.model.config import ModelConfig
 from diptych.workers.model.decoder import Decoder
 from diptych.workers.model.loader import load
 from diptych.workers.parallel import layers as layers_module
+from diptych.workers.settings import block_size_on
 
-BLOCK = 16
 MOE_PARTS = {
     "cpu": ("diptych.kernels.moe", {"route": "routing", "_expert": "expert"}),
     "cuda": ("diptych.kernels.triton.moe", {"route": "routing", "_grouped": "grouped"}),
@@ -42,6 +42,7 @@ class Ours:
 
     def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, form: str) -> None:
         self.config, self.device, self.dtype = config, device, dtype
+        self.block = block_size_on(device.type)
         weights = load(folder, config, dtype, device, form)
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         self.decoder = Decoder(config, weights)
@@ -56,11 +57,11 @@ class Ours:
 
     def begin(self, batch: int, context: int, new: int) -> None:
         """Room for `batch` sequences of `context` prompt tokens and `new` more; the same random prompts each time."""
-        each = -(-(context + new) // BLOCK)
+        each = -(-(context + new) // self.block)
         config = self.config
         self.cache = self.graph = None  # before the new ones are there: two at once are not what is measured
         self.cache = KVCache(
-            config.layers, batch * each, BLOCK, config.kv_heads, config.head_dim, self.dtype, self.device
+            config.layers, batch * each, self.block, config.kv_heads, config.head_dim, self.dtype, self.device
         )
         self.tables = np.arange(batch * each, dtype=np.int32).reshape(batch, each)
         draw = torch.Generator().manual_seed(0)
@@ -101,7 +102,7 @@ class Ours:
         """Blocks are whole."""
         config = self.config
         each = 2 * config.layers * config.kv_heads * config.head_dim * self.dtype.itemsize
-        return batch * -(-tokens // BLOCK) * BLOCK * each
+        return batch * -(-tokens // self.block) * self.block * each
 
     def _run(self, batch: Batch) -> None:
         assert self.cache is not None
@@ -117,8 +118,8 @@ class Ours:
     def _batch(self, tokens: Tensor, start: int) -> Batch:
         count, width = tokens.shape
         positions = np.arange(start, start + width)
-        slots = self.tables[:, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
-        context, blocks = start + width, -(-(start + width) // BLOCK)
+        slots = self.tables[:, positions // self.block].astype(np.int64) * self.block + positions % self.block
+        context, blocks = start + width, -(-(start + width) // self.block)
         tables = self.tables[:, :blocks]
         device = self.device
         return Batch(
