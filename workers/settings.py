@@ -26,7 +26,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: a folder in Hugging Face's layout (config.json, safetensors, generation_config.json).
     dtype: of weights and KV cache; auto takes the model's on a GPU and float32 on a CPU.
-    transport: of the hand-over; auto is NCCL on a GPU and gloo on a CPU. With gloo a GPU's payload passes through
+    transport: of the hand-over and of a group's sums; auto is NCCL on a GPU and gloo on a CPU. With gloo a GPU's payload passes through
     pinned host memory, which also serves two workers on one GPU.
     cache_blocks: blocks of the KV cache; 0 takes what `cache_bytes` holds (0 there: measured on a GPU, 1 GiB on a CPU).
     memory_share: of a GPU's memory, all that this worker may hold. graphs: capture decode steps.
@@ -91,14 +91,19 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def refuse_bad_modes(self) -> None:
         """Raises `ConfigInvalid` where a way of computing does not go with the device, the layout or another one."""
         asked = "engine.batch_invariant" if self.batch_invariant else "engine.softmax = unified"
+        group, on_gpu = self.name or self.role, self.device.startswith("cuda")
+        if on_gpu and self.transport == "gloo" and self.grid.ranks > 1:
+            raise ConfigInvalid(
+                f"engine.transport = gloo cannot add up what {self.grid.text} of {group} compute on GPUs: captured steps"
+                " need NCCL, which auto takes."
+            )
         if not self.batch_invariant and self.softmax == "running":
             return
         if self.batch_invariant and self.softmax == "unified":
             raise ConfigInvalid(
                 "engine.batch_invariant has one attention kernel, which takes no unified maximum: unset one of the two."
             )
-        group = self.name or self.role
-        if not self.device.startswith("cuda"):
+        if not on_gpu:
             raise ConfigInvalid(f"{asked} is a choice of GPU kernels, and {group} is on device {self.device}.")
         if self.batch_invariant and self.grid.ranks > 1:
             raise ConfigInvalid(

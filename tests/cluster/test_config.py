@@ -50,6 +50,7 @@ def test_blocks_are_longer_where_a_group_is_on_a_gpu() -> None:
         ({"batch_invariant": True}, {}, "engine.batch_invariant.*prefill-0 is on device cpu"),
         ({"softmax": "unified"}, {}, "engine.softmax = unified.*prefill-0 is on device cpu"),
         ({"batch_invariant": True}, {"device": "cuda", "tensor": 2}, "one rank a group.*prefill-0 has"),
+        ({"transport": "gloo"}, {"device": "cuda", "tensor": 2}, "transport = gloo.*of prefill-0.*NCCL"),
         ({"batch_invariant": True, "softmax": "unified"}, {"device": "cuda"}, "unset one"),
     ],
 )
