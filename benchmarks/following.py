@@ -39,7 +39,7 @@ BLOCK = 16
 class Answering:
     """In a runner's place: every rank meets in one sum, and draws a 7 for each row."""
 
-    overlap, block_size, cache = 0, BLOCK, None
+    overlap, block_size, cache, softmax_counts = 0, BLOCK, None, None
 
     def __init__(self, group: Group) -> None:
         self.group = self.decoder = group

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -24,8 +25,7 @@ from diptych.workers.scheduler import Row, Step
 PROMPT_ROWS = 64
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(msgspec.Struct, frozen=True):
     """The token drawn for a row, and the log-probabilities of prompt tokens that its chunk was asked for."""
 
     token: int

@@ -21,6 +21,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 
+import msgspec
+
 from diptych.workers.blocks import BlockPool
 from diptych.workers.sequence import Sequence, State
 
@@ -29,8 +31,7 @@ LOOKAHEAD = 8  # waiting reservations that one turn looks at
 SLACK, STRETCH = 2, 1.25  # how far a lane's batch may exceed the smallest one and still be chosen for its prefix
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """Tokens [start, start + count) of one sequence; `sample`: a token is drawn after the last of them."""
 
     seq: Sequence
