@@ -8,10 +8,12 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diptych.bench import plots, tables
 from diptych.bench.compare import Cell, compare, crossings, enough_rounds, order, too_few
 from diptych.bench.conclusion import conclusion
 from diptych.bench.load import Record
@@ -130,6 +132,37 @@ async def test_every_side_sees_the_same_prompts_and_none_twice(monkeypatch: pyte
         assert [len(cell.rounds) for cell in cells] == [3, 3]
     assert sorted(seen["a"]) == sorted(seen["b"])
     assert len(set(seen["a"])) == len(seen["a"]) == 2 * 2 * 3 * 5
+
+
+def test_a_comparison_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = [cell(1.0, 5.0, 6.0, 7.0), cell(2.0, 5.0, 4.0, 3.0)]
+    rows = [
+        {"workload": each.workload, "level": each.load.level, "verdicts": each.verdicts("abc")} for each in cells
+    ]  # fmt: skip
+    plots.can_draw()
+    tables.draw(tmp_path, "bench-compare", {"cells": rows, "configurations": list("abc")})
+    assert {path.name for path in tmp_path.iterdir()} == {"bench-compare.png", "bench-compare.svg"}
+    assert (tmp_path / "bench-compare.svg").read_text().count("<!-- ttft") >= 1
+
+
+@pytest.mark.slow
+async def test_a_chunk_budget_is_swept_against_disaggregation(shallow_model: Path, tmp_path: Path) -> None:
+    """Real services, started for the comparison and stopped after it."""
+    arguments = [
+        "--model", str(shallow_model), "--compare", "apart:=roles=disaggregated",
+        "together:=roles=colocated,colocated.max_batch=8,colocated.token_budget=16|64", "--lengths", "48x4",
+        "--requests", "4", "--rate", "5", "--rounds", "2", "--objective", "ttft=30s", "--out", str(tmp_path),
+    ]  # fmt: skip
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "diptych.cli", "bench", "serve", *arguments, stdout=PIPE, stderr=PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 110.0)
+    assert process.returncode == 0, err
+    line = json.loads(out.splitlines()[-1])
+    assert line["configurations"] == ["apart", "together 16", "together 64"]
+    assert all((row["answered"], row["met"]) == (4, 1.0) for row in line["rounds"])
+    assert len(line["rounds"]) == 6
 
 
 @pytest.fixture

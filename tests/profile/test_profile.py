@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 
 from diptych.cli import main
 from diptych.kernels.ceilings import Ceilings
-from diptych.profile import anatomy, measure, softmax
+from diptych.profile import anatomy, measure, softmax, table6
 from diptych.profile.borders import border
 from diptych.profile.memory import MemoryCurve, tidy, used
 from diptych.profile.ours import Ours
@@ -141,6 +144,17 @@ def test_what_a_border_costs_is_measured_against_the_same_chain_without() -> Non
     assert border(run) == Border(empty=1.0, around=1.5)
 
 
+def test_a_row_gets_its_wall_and_its_floor() -> None:
+    """1 GB/s and 10 GFLOP/s meet at 10 FLOP/byte."""
+    rows = [
+        {"ms": 4.0, "gflop": 0.02, "megabytes": 1.0}, {"ms": 3.0, "gflop": 0.001, "megabytes": 1.0},
+        {"ms": 1.0, "gflop": 0.0, "megabytes": 0.0},
+    ]  # fmt: skip
+    anatomy.add_walls([{"operators": rows}], LIMITS)
+    told = [tuple(row[key] for key in ("intensity", "wall", "floor_ms", "times_floor")) for row in rows]
+    assert told == [(20.0, "compute", 2.0, 2.0), (1.0, "memory", 1.0, 3.0), (0.0, "", 0.0, None)]
+
+
 def test_a_repeated_step_moves_nothing_on(engine: Any) -> None:
     engine.begin(2, 20, 4)
     engine.prefill()
@@ -254,6 +268,49 @@ def test_the_command(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[s
     assert len(json.dumps(last)) < len(json.dumps(line)) / 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["diptych", "transformers"])
+def test_the_peak_of_real_weights_is_predicted(engine: str, demo_model: Path, tmp_path: Path) -> None:
+    """Within 10 % on a CPU, in a process of its own, whose memory is the model's alone."""
+    kept = tmp_path / "profile.json"
+    limits = ["--context", "128", "--new", "8", "--show", "latency", "--engine", engine, "--out", str(kept)]
+    command = [sys.executable, "-m", "diptych.cli", "profile", str(demo_model), *limits]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    (run,) = json.loads(kept.read_text())["generations"]
+    assert run["sizes"]["model"]["measured"] == run["sizes"]["model"]["predicted"]
+    assert run["sizes"]["cache"]["measured"] == run["sizes"]["cache"]["predicted"]
+    assert run["sizes"]["peak"]["measured"] == pytest.approx(run["sizes"]["peak"]["predicted"], rel=0.1)
+
+
+def test_table_six(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole generations of both engines, the published ones beside them."""
+    monkeypatch.setattr(table6, "PROMPT", 64)
+    monkeypatch.setattr(table6, "NEW", 12)
+    assert main(["profile", str(tiny), "--context", "8", "--new", "2", "--rounds", "2", "--show", "table6"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])["table6"]
+    assert (found["prompt"], found["new"], found["batch"]) == (64, 12, 1)
+    assert [row["engine"] for row in found["rows"]] == ["diptych", "transformers"]
+    assert all(row["tokens_s"] > 0 for row in found["rows"])
+    assert "vLLM 90" in out
+
+
+def test_plots_and_a_bar(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person sees: PNG and SVG of each figure, and on a terminal how far it is."""
+    pytest.importorskip("matplotlib")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    limits = ["--context", "8,16", "--batch", "1,2", "--new", "3", "--rounds", "2", "--show", "operators,latency"]
+    assert main(["profile", str(tiny), *limits, "--engine", "diptych", "--out", str(tmp_path)]) == 0
+    drawn = {f"profile-{figure}.{kind}" for figure in ("operators", "shares", "latency") for kind in ("png", "svg")}
+    assert drawn <= {path.name for path in tmp_path.iterdir()}
+    assert all((tmp_path / name).stat().st_size > 1000 for name in drawn)
+    phases = json.loads((tmp_path / "profile.json").read_text())["phases"]
+    assert [(phase["batch"], phase["context"]) for phase in phases[::2]] == [(1, 8), (1, 16), (2, 8), (2, 16)]
+    assert "operators" in terminal.getvalue()
+
+
 def test_an_interruption_keeps_what_was_measured(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,3 +373,10 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], word
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1
     assert word in said[0]
+
+
+@pytest.mark.parametrize("name", ["BaichuanForCausalLM", "ChatGLMModel"])
+def test_a_folder_of_a_model_to_come(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    assert main(["profile", str(tmp_path), "--load-format", "dummy"]) == 2
+    assert "Baichuan2 and ChatGLM are not supported yet" in capsys.readouterr().err
