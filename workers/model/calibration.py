@@ -2,9 +2,9 @@
 
     diptych calibrate --model FOLDER --prompts FILE [--device cuda]
 
-The result is stored beside the model as `unified_maximum.json`: phi, the
-window that a row's largest score must stay in, the share of rows that do, and a histogram of all scores. Knows nothing
-of serving; a forward pass over each prompt is all it runs.
+The result is stored beside the model as `unified_maximum.json`: phi, the window that a row's largest score must stay
+in, the share of rows that do, and a histogram of all scores. Knows nothing of serving; a forward pass over each prompt
+is all it runs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from diptych.contract.errors import ConfigInvalid
+from diptych.contract.errors import ConfigInvalid, ModelUnsupported
 from diptych.kernels.batch import Batch
-from diptych.kernels.norm_linear import norm_linear
 from diptych.kernels.rms_norm import rms_norm_reference
 from diptych.kernels.rope_attention import Unified
 from diptych.workers.cache import KVCache
-from diptych.workers.model.decoder import Cache, Decoder, Layer
+from diptych.workers.model.decoder import Decoder
 from diptych.workers.settings import UNIFIED_MAXIMUM
 
 PAGE = 16
@@ -46,22 +45,19 @@ class Calibration(msgspec.Struct, frozen=True):
     histogram: tuple[int, ...]
 
 
-class _Observer(Decoder):
-    """A decoder that looks at the scores of each layer's attention on the way."""
+class _Scores:
+    """Looks at the scores of each layer's attention on the way: a decoder's `observe`."""
 
-    def observe(self) -> None:
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
         self.maxima: list[Tensor] = []
         self.counts = torch.zeros(BINS, dtype=torch.int64)
         self.range = (float("inf"), float("-inf"))
 
-    def _attention(self, x: Tensor, index: int, layer: Layer, batch: Batch, cache: Cache) -> Tensor:
-        config = self.config
-        qkv = norm_linear(x, layer.attention_norm, config.eps, layer.qkv, layer.qkv_bias)
-        self._look(qkv.view(x.shape[0], -1, config.head_dim).float(), layer, config.windows[index])
-        return super()._attention(x, index, layer, batch, cache)
-
-    def _look(self, rows: Tensor, layer: Layer, window: int | None) -> None:
-        config, tokens = self.config, rows.shape[0]
+    def __call__(self, index: int, qkv: Tensor) -> None:
+        decoder, config, tokens = self.decoder, self.decoder.config, qkv.shape[0]
+        layer, window = decoder.layers[index], config.windows[index]
+        rows = qkv.view(tokens, -1, config.head_dim).float()
         q, k = rows[:, : config.heads], rows[:, config.heads : config.heads + config.kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm_reference(q, layer.q_norm.float(), config.eps)
@@ -72,32 +68,52 @@ class _Observer(Decoder):
             seen = seen.triu_(1 - window)
         group = config.heads // config.kv_heads
         for head in range(config.heads):  # a head at a time: a prompt's scores of all heads may be large
-            scores = q[:, head] @ k[:, head // group].t() * self.scale
+            scores = q[:, head] @ k[:, head // group].t() * decoder.scale
             self.maxima.append(scores.masked_fill(~seen, float("-inf")).amax(-1).cpu())
             values = scores[seen].cpu()
             self.counts += torch.histc(values.clamp(-REACH, REACH), BINS, -REACH, REACH).long()
             self.range = (min(self.range[0], float(values.min())), max(self.range[1], float(values.max())))
 
     def _turn(self, x: Tensor) -> Tensor:
-        tokens, dim = x.shape[0], self.rope.dim
-        cos, sin = self.rope.cos[:tokens].unsqueeze(1), self.rope.sin[:tokens].unsqueeze(1)
+        rope, tokens = self.decoder.rope, x.shape[0]
+        dim = rope.dim
+        cos, sin = rope.cos[:tokens].unsqueeze(1), rope.sin[:tokens].unsqueeze(1)
         turned = x[..., :dim] * cos + x[..., :dim].roll(dim // 2, -1) * sin
         return torch.cat((turned, x[..., dim:]), -1)
 
 
 @torch.inference_mode()
-def calibrate(decoder: Decoder, prompts: Iterable[Sequence[int]]) -> Calibration:
-    """Runs each prompt once. phi is the middle of the rows' largest scores, so that the window covers the most."""
-    observer = _Observer.__new__(_Observer)
-    observer.__dict__.update(decoder.__dict__)
-    observer.observe()
-    for prompt in prompts:
-        _forward(observer, prompt)
-    maxima = torch.cat(observer.maxima)
-    phi = float((maxima.min() + maxima.max()) / 2)
-    reach = WINDOW[decoder.dtype]
-    inside = float(((maxima - phi).abs() <= reach).double().mean())
-    return Calibration(phi, reach, reach, inside, observer.range, tuple(observer.counts.tolist()))
+def calibrate(decoder: Decoder, prompts: Iterable[Sequence[int]], served: torch.dtype | None = None) -> Calibration:
+    """Runs each prompt once; there must be one, of one to `max_positions` tokens. served: the dtype that attention will
+    run in, which sets the window's reach; the decoder's own by default. phi is where the window covers the most rows.
+
+    Raises `ModelUnsupported` for a dtype that has no window."""
+    reach, scores = _reach(served or decoder.dtype), _Scores(decoder)
+    decoder.observe = scores
+    try:
+        for prompt in prompts:
+            _forward(decoder, prompt)
+    finally:
+        decoder.observe = None
+    phi, inside = fullest_window(torch.cat(scores.maxima), reach)
+    return Calibration(phi, reach, reach, inside, scores.range, tuple(scores.counts.tolist()))
+
+
+def fullest_window(maxima: Tensor, reach: float) -> tuple[float, float]:
+    """(phi, share): of all windows [phi - reach, phi + reach] one that holds most of `maxima` [N], and the share that
+    it holds. phi is the middle of those."""
+    ordered = maxima.double().sort().values
+    ends = torch.searchsorted(ordered, ordered + 2 * reach, right=True)
+    counts = ends - torch.arange(len(ordered))  # of the window that begins at each of them
+    first = int(counts.argmax())
+    held = ordered[first : int(ends[first])]
+    return float((held[0] + held[-1]) / 2), len(held) / len(ordered)
+
+
+def _reach(dtype: torch.dtype) -> float:
+    if dtype not in WINDOW:
+        raise ModelUnsupported(f"A unified maximum has no window in {dtype}; it has in bfloat16, float16 and float32.")
+    return WINDOW[dtype]
 
 
 def _forward(decoder: Decoder, prompt: Sequence[int]) -> None:
@@ -113,8 +129,12 @@ def _forward(decoder: Decoder, prompt: Sequence[int]) -> None:
 
 
 def save(calibration: Calibration, folder: str | Path) -> Path:
+    """The file written. Raises `ConfigInvalid` where it cannot be."""
     path = Path(folder) / UNIFIED_MAXIMUM
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(calibration)))
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(calibration)))
+    except OSError as error:
+        raise ConfigInvalid(f"{path} cannot be written: {error}.") from None
     return path
 
 
@@ -133,6 +153,6 @@ def read(folder: str | Path) -> Calibration:
 
 def unified_of(folder: str | Path, dtype: torch.dtype, device: str) -> Unified:
     """The maximum that decode attention on `device` takes for granted, with counts of its own."""
-    found, reach = read(folder), WINDOW[dtype]
+    found, reach = read(folder), _reach(dtype)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     return Unified(found.phi, min(found.low, reach), min(found.high, reach), counts)

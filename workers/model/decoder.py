@@ -7,7 +7,7 @@ layers know the group, and what stands between them is the same at one rank and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,7 +57,11 @@ class Layer:
 
 
 class Decoder:
-    """Runs batches over a paged KV cache."""
+    """Runs batches over a paged KV cache.
+
+    observe: None, or what is called with a layer's index and its qkv product [T, (heads + 2 · kv_heads) · head_dim]
+    before it is normalised, rotated and used; it must leave it as it is.
+    """
 
     def __init__(
         self,
@@ -80,6 +84,7 @@ class Decoder:
         self.config = config
         self.batch_invariant = batch_invariant
         self.unified = unified
+        self.observe: Callable[[int, Tensor], None] | None = None
         table = weights.pop("embedding")
         head = pack_weight(table if config.tied else weights.pop("head"))
         self.embedding = Embedding(table, group)
@@ -146,6 +151,8 @@ class Decoder:
     def _attention(self, x: Tensor, index: int, layer: Layer, batch: Batch, cache: Cache) -> Tensor:
         config = self.config
         qkv = norm_linear(x, layer.attention_norm, config.eps, layer.qkv, layer.qkv_bias)
+        if self.observe is not None:
+            self.observe(index, qkv)
         mixed = rope_attention(
             qkv,
             batch,
