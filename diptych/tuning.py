@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diptych.contract.errors import ConfigInvalid
+
+if TYPE_CHECKING:  # the command line's help needs neither
+    import torch
+
+    from diptych.workers.model.config import ModelConfig
+
+FEW_INSIDE = 0.99
+"""A share of rows inside the unified maximum's window below which it does not pay."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,8 +46,10 @@ def _tune(args: argparse.Namespace) -> int:
         raise ConfigInvalid("diptych tune times kernels on a GPU, and PyTorch sees none here.")
     try:
         rows = [int(part) for part in args.rows.split(",")]
-    except ValueError as error:
-        raise ConfigInvalid(f"--rows takes batch sizes such as 1,8,32, not {args.rows!r}.") from error
+    except ValueError:
+        rows = []
+    if not rows or min(rows) < 1:
+        raise ConfigInvalid(f"--rows takes batch sizes such as 1,8,32, not {args.rows!r}.")
     width = None if config.moe is not None else config.width
     shapes = decoder_shapes(config.hidden, config.heads, config.kv_heads, config.head_dim, width, config.vocab)
     layer = width and LayerShape(config.hidden, config.heads, config.kv_heads, config.head_dim, width)
@@ -46,31 +59,75 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    import torch
-    from transformers import AutoTokenizer
-
+    from diptych.router.tokenizer import Tokenizer
     from diptych.workers.model.calibration import calibrate, save
     from diptych.workers.model.config import ModelConfig
     from diptych.workers.model.decoder import Decoder
-    from diptych.workers.model.loader import load
+    from diptych.workers.model.loader import dtype_of, load
 
-    config = ModelConfig.from_folder(args.model)
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigInvalid(f"--device {args.device}: PyTorch sees no GPU here.")
-    if not args.prompts.is_file():
-        raise ConfigInvalid(f"The prompts file {args.prompts} does not exist.")
-    try:
-        lines = [line for line in args.prompts.read_text().splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ConfigInvalid(f"{args.prompts} is not text in UTF-8.") from error
-    if not lines:
-        raise ConfigInvalid(f"{args.prompts} holds no prompt.")
-    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    decoder = Decoder(config, load(args.model, config, dtype, args.device))
-    found = calibrate(decoder, [tokenizer(line)["input_ids"] for line in lines])
+    config, device = ModelConfig.from_folder(args.model), _device(args.device)
+    lines = _prompt_lines(args.prompts)
+    tokenizer = Tokenizer.load(args.model)
+    prompts = {number: tokenizer.encode(line) for number, line in lines.items()}
+    _check_prompts(args.prompts, prompts, config)
+    # A CPU computes in float32; what is served is the model's own dtype, whose window may be narrower.
+    decoder = Decoder(config, load(args.model, config, dtype_of("auto", config, device), device))
+    found = calibrate(decoder, prompts.values(), served=dtype_of("auto", config, "cuda"))
     path = save(found, args.model)
     low, high = found.scores
     print(f"phi {found.phi:.2f}, window +-{found.high:.0f}: {found.rows_inside:.4%} of the rows are inside.")
     print(f"Scores from {low:.1f} to {high:.1f}. Written to {path}.")
+    if found.rows_inside < FEW_INSIDE:
+        print(
+            f"diptych: Warning: only {found.rows_inside:.2%} of the rows are inside the window, and decode attention"
+            " computes all others twice: leave engine.softmax at running for this model.",
+            file=sys.stderr,
+        )
     return 0
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigInvalid(f"--device takes cpu, cuda or cuda:N, not {name!r}.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigInvalid(f"--device takes cpu, cuda or cuda:N, not {name!r}.")
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigInvalid(f"--device {name}: the GPUs that PyTorch sees here are {torch.cuda.device_count()}.")
+        torch.cuda.set_device(device.index or 0)  # where kernels are launched
+    return device
+
+
+def _prompt_lines(file: Path) -> dict[int, str]:
+    """The lines that hold something, by number from 1."""
+    if not file.is_file():
+        raise ConfigInvalid(f"The prompts file {file} does not exist.")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigInvalid(f"{file} is not text in UTF-8.") from None
+    except OSError as error:
+        raise ConfigInvalid(f"{file} cannot be read: {error}.") from None
+    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    if not lines:
+        raise ConfigInvalid(f"{file} holds no prompt.")
+    return lines
+
+
+def _check_prompts(file: Path, prompts: Mapping[int, Sequence[int]], config: ModelConfig) -> None:
+    for number, ids in prompts.items():
+        if not ids:
+            raise ConfigInvalid(f"{file}:{number}: this prompt has no token.")
+        if len(ids) > config.max_positions:
+            raise ConfigInvalid(
+                f"{file}:{number}: this prompt has {len(ids)} tokens, and the model accepts {config.max_positions}."
+            )
+        if max(ids) >= config.vocab:
+            raise ConfigInvalid(
+                f"{file}:{number}: this prompt holds token {max(ids)}, and the model's vocabulary ends at"
+                f" {config.vocab - 1}."
+            )
