@@ -26,8 +26,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: a folder in Hugging Face's layout (config.json, safetensors, generation_config.json).
     dtype: of weights and KV cache; auto takes the model's on a GPU and float32 on a CPU.
-    transport: of the hand-over and of a group's sums; auto is NCCL on a GPU and gloo on a CPU. With gloo a GPU's payload passes through
-    pinned host memory, which also serves two workers on one GPU.
+    transport: of the hand-over and of a group's sums; auto is NCCL on a GPU and gloo on a CPU. With gloo a GPU's
+    payload passes through pinned host memory, which also serves two workers on one GPU.
     cache_blocks: blocks of the KV cache; 0 takes what `cache_bytes` holds (0 there: measured on a GPU, 1 GiB on a CPU).
     memory_share: of a GPU's memory, all that this worker may hold. graphs: capture decode steps.
     max_batch: sequences in one step. token_budget: query tokens in one step (chunked prefill's budget).
@@ -94,8 +94,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         group, on_gpu = self.name or self.role, self.device.startswith("cuda")
         if on_gpu and self.transport == "gloo" and self.grid.ranks > 1:
             raise ConfigInvalid(
-                f"engine.transport = gloo cannot add up what {self.grid.text} of {group} compute on GPUs: captured steps"
-                " need NCCL, which auto takes."
+                f"engine.transport = gloo cannot add up what {self.grid.text} of {group} compute on GPUs:"
+                " captured steps need NCCL, which auto takes."
             )
         if not self.batch_invariant and self.softmax == "running":
             return
