@@ -13,6 +13,7 @@ from diptych.contract.errors import ConfigInvalid
 if TYPE_CHECKING:  # the command line's help needs neither
     import torch
 
+    from diptych.kernels.tune_chain import LayerShape, Shape
     from diptych.workers.model.config import ModelConfig
 
 FEW_INSIDE = 0.99
@@ -23,6 +24,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     tune = commands.add_parser("tune", help="find the fastest products for a model's shapes on this GPU")
     tune.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="only its config.json is read")
     tune.add_argument("--rows", default="1,2,4,8,16,32,64,128", help="batch sizes (default: %(default)s)")
+    tune.add_argument("--tensor", type=int, default=1, help="ranks that share the model (default: %(default)s)")
     tune.add_argument("--seconds", type=float, default=600.0, help="stop sweeping after so long (default: %(default)s)")
     tune.set_defaults(run=_tune)
     calibrate = commands.add_parser(
@@ -37,9 +39,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _tune(args: argparse.Namespace) -> int:
     import torch
 
-    from diptych.kernels.tune import decoder_shapes, tune
-    from diptych.kernels.tune_chain import LayerShape
+    from diptych.kernels.tune import tune
     from diptych.workers.model.config import ModelConfig
+    from diptych.workers.model.loader import dtype_of
 
     config = ModelConfig.from_folder(args.model)
     if not torch.cuda.is_available():
@@ -50,12 +52,32 @@ def _tune(args: argparse.Namespace) -> int:
         rows = []
     if not rows or min(rows) < 1:
         raise ConfigInvalid(f"--rows takes batch sizes such as 1,8,32, not {args.rows!r}.")
-    width = None if config.moe is not None else config.width
-    shapes = decoder_shapes(config.hidden, config.heads, config.kv_heads, config.head_dim, width, config.vocab)
-    layer = width and LayerShape(config.hidden, config.heads, config.kv_heads, config.head_dim, width)
-    path = tune(shapes, rows=rows, limit_s=args.seconds, layer=layer or None, say=print)
+    dtype = dtype_of("auto", config, "cuda")
+    if dtype is torch.float32:
+        raise ConfigInvalid("The model is in float32, whose products the library serves; there is nothing to tune.")
+    shapes, layer = rank_shapes(config, args.tensor)
+    path = tune(shapes, rows=rows, dtype=dtype, limit_s=args.seconds, layer=layer, say=print)
     print(f"Written to {path}.")
     return 0
+
+
+def rank_shapes(config: ModelConfig, ranks: int) -> tuple[Sequence[Shape], LayerShape | None]:
+    """The products of one of `ranks` that share the model, and its layer where that is dense. Raises `ConfigInvalid`
+    where the model cannot be divided so."""
+    from diptych.kernels.tune import decoder_shapes
+    from diptych.kernels.tune_chain import LayerShape
+    from diptych.workers.parallel.layout import Grid, ModelSizes, kv_share, padded_share, refuse_bad_layout
+
+    if ranks < 1:
+        raise ConfigInvalid(f"--tensor takes a number of ranks, not {ranks}.")
+    moe = config.moe
+    sizes = ModelSizes(config.heads, config.kv_heads, config.width, moe.experts if moe else 0, moe.width if moe else 0)
+    refuse_bad_layout(sizes, Grid(1, ranks), False, "A group")
+    heads, kv_heads = config.heads // ranks, len(kv_share(config.kv_heads, 0, ranks))
+    width = None if moe else config.width // ranks
+    vocab = len(padded_share(config.vocab, 0, ranks))
+    shapes = decoder_shapes(config.hidden, heads, kv_heads, config.head_dim, width, vocab)
+    return shapes, LayerShape(config.hidden, heads, kv_heads, config.head_dim, width) if width else None
 
 
 def _calibrate(args: argparse.Namespace) -> int:

@@ -104,4 +104,5 @@ def choose(device: str, problem: Problem) -> Choice:
 
 @cache
 def _warn_once(device: str, key: str) -> None:
-    log.warning("no tuned product for %s on %s: the library serves it (`diptych tune` finds a faster one)", key, device)
+    help_ = "" if ":float32:" in key else " (`diptych tune`, with the group's --tensor, may find a faster one)"
+    log.warning("no tuned product for %s on %s: the library serves it%s", key, device, help_)
