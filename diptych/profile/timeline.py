@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,15 +78,6 @@ def names(step: Step) -> tuple[str, ...]:
     return tuple(kernel.name for kernel in step)
 
 
-def whole(steps: Sequence[Step]) -> list[Step]:
-    """The steps with the sequence of names that most of them have: an account may lack events, at its start above
-    all."""
-    if not steps:
-        return []
-    usual, _ = Counter(map(names, steps)).most_common(1)[0]
-    return [step for step in steps if names(step) == usual]
-
-
 @dataclass(frozen=True)
 class Order:
     """Of a step's kernels, in order, the names and whose they are."""
@@ -117,15 +107,13 @@ def order_of(marked: Step, pieces: Sequence[Operator]) -> Order:
     )
 
 
-def check(step: Step, order: Order) -> None:
-    """Raises `Untold` with the first place where a step differs from the one that had marks."""
+def difference(step: Step, order: Order) -> str:
+    """Where a step's kernels are others than those of the step that had marks."""
     found = names(step)
-    if found == order.names:
-        return
     at = next((i for i, (a, b) in enumerate(zip(found, order.names, strict=False)) if a != b), None)
     at = min(len(found), len(order.names)) if at is None else at
     here, there = (",".join(some[at : at + 2])[:160] or "nothing" for some in (found, order.names))
-    raise Untold(
+    return (
         f"a step has {len(found)} kernels and {len(order.names)} with marks; they differ from the {at}th on, where it"
         f" has {here} and the other {there}"
     )
@@ -162,16 +150,18 @@ class Account:
 
 
 def account(kernels: Sequence[Kernel], pieces: Sequence[Operator], idle: Operator) -> Account:
-    """Of one trace that holds steps as they are and steps with marks. Raises `Untold`."""
+    """Of one trace that holds steps as they are and steps with marks. It may lack events, at its start above all, and
+    never has too many: of the steps with marks the longest says what is whole. Raises `Untold`."""
     if not kernels:
         raise Untold("CUPTI told of no kernel")
     told = steps_of(kernels)
     marked, bare = ([step for step in told if any(k.is_mark for k in step) == has] for has in (True, False))
-    usable = whole(bare)
-    if not marked or not usable:
-        raise Untold(f"of {len(told)} steps {len(marked)} have marks and {len(usable)} are whole without")
-    order = order_of(whole(marked)[0], pieces)
-    check(usable[0], order)
+    if not marked or not bare:
+        raise Untold(f"of {len(told)} steps {len(marked)} have marks")
+    order = order_of(max(marked, key=len), pieces)
+    usable = [step for step in bare if names(step) == order.names]
+    if not usable:
+        raise Untold(difference(max(bare, key=len), order))
     times = middle([cut(step, order.owners, idle) for step in usable])
     return Account(times, len(usable), len(bare) - len(usable), len(order.names))
 
