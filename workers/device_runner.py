@@ -11,6 +11,7 @@ sizes, padded with rows that read and write a block of their own; steps with chu
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from diptych.contract.request import Sampling, Stopping
 from diptych.contract.wire import Logprob
 from diptych.kernels.batch import Batch
 from diptych.kernels.feed import feed
@@ -33,13 +35,18 @@ from diptych.workers.settings import WorkerSettings
 log = logging.getLogger("diptych.runner")
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
+STEPS = ((512, 64), (sys.maxsize, 128))  # above those: (up to, by)
 HOST = -1  # feedback: the token is known on the host
 
 
 def ladder(max_batch: int) -> list[int]:
-    """Batch sizes to capture, the last at least `max_batch`."""
-    sizes = [size for size in LADDER if size < max_batch]
-    return [*sizes, max_batch]
+    """Batch sizes to capture, rising, the last of them `max_batch`. A batch of more than 16 rows is padded by less than
+    half of them, one of more than 64 by less than a third."""
+    sizes = list(LADDER)
+    for end, step in STEPS:
+        while sizes[-1] < min(end, max_batch):
+            sizes.append(sizes[-1] + step)
+    return [*(size for size in sizes if size < max_batch), max_batch]
 
 
 @dataclass(frozen=True)
@@ -224,10 +231,13 @@ class DeviceRunner(Runner):
 
 
 @torch.inference_mode()
-def rehearse(decoder: Decoder, layout: KVLayout, settings: WorkerSettings, context: int) -> None:
-    """The largest prefill step, with logits for every sequence, over a cache of its own: what it allocates on its way
-    is the workspace that must stay free. context: the longest sequence; the step is made of as many as it takes."""
-    tokens, size, device = settings.token_budget, layout.block_size, decoder.device
+def rehearse(decoder: Decoder, sampler: Sampler, layout: KVLayout, settings: WorkerSettings, context: int) -> None:
+    """The largest step there can be, over a cache of its own: what it allocates on its way is the workspace that must
+    stay free. It has as many tokens as any step may have, then logits of `max_batch` rows and draws from them, biased
+    ones beside a greedy one, which keep the most copies. context: the longest sequence; the step is made of as many as
+    it takes."""
+    size, device = layout.block_size, decoder.device
+    tokens = max(settings.token_budget, settings.max_batch)
     lengths = [min(context, tokens - start) for start in range(0, tokens, context)]
     each = -(-min(context, tokens) // size)
     tables = tuple(tuple(range(index * each, (index + 1) * each)) for index in range(len(lengths)))
@@ -248,4 +258,6 @@ def rehearse(decoder: Decoder, layout: KVLayout, settings: WorkerSettings, conte
         max_context=max(lengths),
     )
     hidden = decoder(batch, cache)
-    decoder.logits(hidden[: settings.max_batch])
+    logits = decoder.logits(hidden[: settings.max_batch])
+    greedy_row, biased = (Sampling(temperature, logit_bias=((0, 0.0),)) for temperature in (0.0, 1.0))
+    sampler.ids(logits, [SampleRow(each, Stopping(1), 0) for each in [greedy_row] + [biased] * (len(logits) - 1)])

@@ -222,7 +222,9 @@ def build_rank(launch: Launch, channel: EngineChannel, groups: Groups) -> Rank:
         batch_invariant=settings.batch_invariant, unified=unified,
     )  # fmt: skip
     sampler = Sampler(config.vocab, settings.device)
-    blocks = cache_blocks(settings, layout, (lambda: rehearse(decoder, layout, settings, context)) if on_gpu else None)
+    blocks = cache_blocks(
+        settings, layout, (lambda: rehearse(decoder, sampler, layout, settings, context)) if on_gpu else None
+    )
     if groups.everyone is not None:
         blocks = groups.everyone.least(blocks)
     if settings.overlap == 1 or (settings.overlap == -1 and on_gpu):

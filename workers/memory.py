@@ -51,7 +51,7 @@ def refuse_what_does_not_fit(
 def cache_blocks(settings: WorkerSettings, layout: KVLayout, rehearse: Callable[[], None] | None = None) -> int:
     """As set (`cache_blocks`, then `cache_bytes`), else 1 GiB on a CPU and on a GPU what `rehearse` leaves.
 
-    rehearse: runs the largest prefill and the largest decode step once, so that their workspace can be measured.
+    rehearse: runs once what needs the most workspace, be it prefill or decode, so that this can be measured.
     """
     if settings.cache_blocks:
         return settings.cache_blocks
