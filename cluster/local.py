@@ -17,10 +17,11 @@ from diptych.cluster.config import Group
 from diptych.cluster.devices import spread
 from diptych.cluster.registry import RegistryClient, RegistryServer
 from diptych.cluster.supervisor import Supervisor
-from diptych.cluster.worker_process import Down, Launch, Loading, Stop, Up, from_process, receive, send
+from diptych.cluster.worker_process import Down, Launch, Stop, Up, from_process, receive, send
 from diptych.contract.errors import Internal, from_wire
 from diptych.contract.limits import Limits
 from diptych.contract.wire import WorkerInfo
+from diptych.workers.channel import Loading
 
 
 class LocalGroup:
@@ -29,7 +30,7 @@ class LocalGroup:
     def __init__(self, group: Group, process: asyncio.subprocess.Process, limits: Limits) -> None:
         self.name = group.name
         self.process = process
-        self.loaded = (0, 0)
+        self.loaded = Loading()
         self._limits = limits
         self._up: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._down: asyncio.Future[Down] = asyncio.get_running_loop().create_future()
@@ -91,8 +92,8 @@ class LocalGroup:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (data := await receive(reader)) is not None:
             match from_process.decode(data):
-                case Loading(done=done, total=total):
-                    self.loaded = (done, total)
+                case Loading() as loaded:
+                    self.loaded = loaded
                 case Up(info=info):
                     self._up.set_result(info)
                 case Down() as down:

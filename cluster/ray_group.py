@@ -31,9 +31,10 @@ from diptych.contract.errors import CapacityExceeded, DiptychError, Internal, fr
 from diptych.contract.limits import Limits
 from diptych.contract.registry import Registry
 from diptych.contract.wire import WorkerInfo
+from diptych.workers.channel import Loading
 from diptych.workers.settings import WorkerSettings
 
-_LOOK = 0.5  # seconds between two looks at how far a group's weights are
+_LOOK = 0.5  # seconds between two looks at how far a group's start is
 _POLL = 0.05  # seconds between two looks at a placement group, which Ray offers no event for
 
 
@@ -60,7 +61,7 @@ class WorkerActor:
         from diptych.workers.worker import Worker  # here: the controller, which also loads this module, needs none
 
         own = _at_home(msgspec.msgpack.decode(settings, type=WorkerSettings))
-        self._loaded = (0, 0)
+        self._loaded = Loading()
         self._worker = Worker(own, secret, registry, epoch, self._note)
         self._starting: asyncio.Task[WorkerInfo] | None = None
 
@@ -74,9 +75,9 @@ class WorkerActor:
             outcome = Failed(error.code, str(error))
         return msgspec.msgpack.encode(outcome)
 
-    async def loaded(self) -> tuple[int, int]:
-        """How far the weights are: (done, total)."""
-        return self._loaded
+    async def loaded(self) -> bytes:
+        """How far the start is: a packed `Loading`."""
+        return msgspec.msgpack.encode(self._loaded)
 
     async def wait(self) -> str:
         return await self._worker.wait()
@@ -84,8 +85,8 @@ class WorkerActor:
     async def stop(self, drain: bool) -> None:
         await self._worker.stop(drain)
 
-    def _note(self, done: int, total: int) -> None:
-        self._loaded = (done, total)
+    def _note(self, loaded: Loading) -> None:
+        self._loaded = loaded
 
 
 def _at_home(settings: WorkerSettings) -> WorkerSettings:
@@ -104,7 +105,7 @@ class RayGroup:
 
     def __init__(self, name: str, actor: ActorHandle[Any], place: PlacementGroup | None, limits: Limits) -> None:
         self.name = name
-        self.loaded = (0, 0)
+        self.loaded = Loading()
         self._actor: Any = actor
         self._place = place
         self._limits = limits
@@ -113,7 +114,7 @@ class RayGroup:
         try:
             starting = asyncio.ensure_future(self._actor.start.remote())
             while not (await asyncio.wait((starting,), timeout=_LOOK))[0]:
-                self.loaded = tuple(await self._actor.loaded.remote())
+                self.loaded = msgspec.msgpack.decode(await self._actor.loaded.remote(), type=Loading)
             outcome: Started | Failed = _outcome.decode(starting.result())
         except RayError as error:
             raise Internal(f"The process of {self.name} ended while it started ({_cause(error)}).") from None

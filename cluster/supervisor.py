@@ -22,6 +22,7 @@ from diptych.cluster.config import Group
 from diptych.contract.errors import DiptychError, Internal, from_wire
 from diptych.contract.limits import Limits
 from diptych.contract.wire import WorkerInfo
+from diptych.workers.channel import Loading
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 log = logging.getLogger(__name__)
@@ -30,10 +31,10 @@ log = logging.getLogger(__name__)
 class Incarnation(Protocol):
     """One life of one group, from launch to its last process's end.
 
-    loaded: (bytes, all bytes) of the weights while it starts; (0, 0) before that is known.
+    loaded: how far it is while it starts.
     """
 
-    loaded: tuple[int, int]
+    loaded: Loading
 
     async def start(self) -> WorkerInfo:
         """Waits until it is ready. Raises a `DiptychError` with one sentence if it cannot be. May be repeated."""
@@ -52,12 +53,13 @@ Launch = Callable[[Group, str], Awaitable[Incarnation]]
 
 class GroupState(msgspec.Struct, frozen=True):
     """What a launcher shows of a group. seconds: how long it has been in this state. starts: incarnations so far.
-    loaded: share of the weights, 0 to 1."""
+    what, loaded: of the start, what is under way and its share that is done, 0 to 1."""
 
     name: str
     state: Literal["placing", "loading", "ready", "replacing", "failed", "stopped"]
     seconds: float
     starts: int
+    what: str = ""
     loaded: float = 0.0
     code: str = ""
     message: str = ""
@@ -76,9 +78,8 @@ class _Slot:
         self.state: Literal["placing", "loading", "ready", "replacing", "failed", "stopped"] = "placing"
         self.since = now
 
-    def loaded(self) -> float:
-        done, total = self.incarnation.loaded if self.incarnation else (0, 0)
-        return done / total if total else 0.0
+    def loaded(self) -> Loading:
+        return self.incarnation.loaded if self.incarnation else Loading()
 
     def enter(self, state: Literal["placing", "loading", "ready", "replacing", "failed", "stopped"]) -> None:
         self.state = state
@@ -118,7 +119,8 @@ class Supervisor:
                 state=slot.state,
                 seconds=now - slot.since,
                 starts=slot.starts,
-                loaded=slot.loaded(),
+                what=slot.loaded().what,
+                loaded=slot.loaded().share,
                 code=slot.error.code if slot.error else "",
                 message=str(slot.error) if slot.error else "",
             )

@@ -12,6 +12,7 @@ import asyncio
 import signal
 import socket
 import sys
+from functools import partial
 
 import msgspec
 
@@ -19,6 +20,7 @@ from diptych.cluster.registry import RegistryClient
 from diptych.contract.errors import DiptychError, Internal
 from diptych.contract.logs import log_to_stderr
 from diptych.contract.wire import WorkerInfo
+from diptych.workers.channel import Loading
 from diptych.workers.settings import WorkerSettings
 from diptych.workers.worker import Worker
 
@@ -36,13 +38,6 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     drain: bool
-
-
-class Loading(msgspec.Struct, frozen=True, tag=True):
-    """done of total: how far the weights are."""
-
-    done: int
-    total: int
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):
@@ -88,11 +83,7 @@ async def serve(channel: socket.socket) -> int:
     if not isinstance(launch, Launch):
         return 2
     registry = RegistryClient(launch.registry, launch.secret)
-
-    def loading(done: int, total: int) -> None:
-        send(writer, Loading(done, total))
-
-    worker = Worker(launch.settings, launch.secret, registry, launch.epoch, loading)
+    worker = Worker(launch.settings, launch.secret, registry, launch.epoch, partial(send, writer))
     down = await _live(worker, reader, writer)
     send(writer, down)
     writer.close()

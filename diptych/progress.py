@@ -1,4 +1,4 @@
-"""What a terminal shows while a service starts and runs: a line for each change, and how far the weights are."""
+"""What a terminal shows while a service starts and runs: a line for each change, and how far weights and graphs are."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.status import Status
 
 from diptych.cluster.supervisor import GroupState
+
+_CELLS = 12
 
 
 class Progress:
@@ -50,4 +52,15 @@ class Progress:
         waiting = [group for group in groups if group.state != "ready"]
         if not waiting:
             return "Serving; Ctrl-C stops"
-        return ", ".join(f"{group.name} {group.state} {group.loaded:.0%} {group.seconds:.0f} s" for group in waiting)
+        return ", ".join(map(_start, waiting))
+
+
+def _start(group: GroupState) -> str:
+    """How far one group's start is, with a bar while it loads weights or captures graphs."""
+    far = f"{group.what} {_bar(group.loaded)} {group.loaded:.0%}" if group.state == "loading" else group.state
+    return f"{group.name} {far} {group.seconds:.0f} s"
+
+
+def _bar(share: float) -> str:
+    full = int(share * _CELLS)
+    return "━" * full + "╌" * (_CELLS - full)

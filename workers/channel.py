@@ -11,7 +11,7 @@ import selectors
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -54,8 +54,16 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    done: int
-    total: int
+    """How far a start is: first the weights (in bytes), then the decode steps that are captured as graphs."""
+
+    what: Literal["weights", "graphs"] = "weights"
+    done: int = 0
+    total: int = 0
+
+    @property
+    def share(self) -> float:
+        """0 to 1."""
+        return self.done / self.total if self.total else 0.0
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):

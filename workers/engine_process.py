@@ -214,7 +214,10 @@ def build_rank(launch: Launch, channel: EngineChannel, groups: Groups) -> Rank:
     unified = None if settings.softmax == "running" else unified_of(settings.model, dtype, settings.device)
 
     def progress(done: int, total: int) -> None:
-        channel.send(Loading(done, total))
+        channel.send(Loading("weights", done, total))
+
+    def captured(done: int, total: int) -> None:
+        channel.send(Loading("graphs", done, total))
 
     weights = load(settings.model, config, dtype, settings.device, settings.load_format, progress, shard)
     decoder = Decoder(
@@ -231,7 +234,7 @@ def build_rank(launch: Launch, channel: EngineChannel, groups: Groups) -> Rank:
         cache = KVCache.of(layout, blocks + 1, settings.device)
         # Spread experts tell each other counts on the host in the middle of a step, which no graph can hold.
         graphs = settings.graphs and settings.role != "prefill" and shard.experts is None
-        runner: Runner = DeviceRunner(decoder, cache, sampler, settings.max_batch, context, graphs)
+        runner: Runner = DeviceRunner(decoder, cache, sampler, settings.max_batch, context, graphs, captured)
     else:
         runner = Runner(decoder, KVCache.of(layout, blocks, settings.device), sampler)
     whole = msgspec.structs.replace(layout, kv_heads=config.kv_heads)

@@ -10,15 +10,16 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from diptych.contract.errors import Internal, from_wire
 from diptych.workers.channel import Fatal, FrontChannel, Launch, Loading, Up
 from diptych.workers.settings import WorkerSettings
 
-Progress = Callable[[int, int], None]
-"""(done, total): how far the weights of all ranks are."""
+Progress = Callable[[Loading], None]
+"""How far all ranks together are."""
 
 
 class _RankEnded(Exception):
@@ -27,11 +28,11 @@ class _RankEnded(Exception):
 
 @dataclass
 class _Rank:
-    """loaded: how far its weights are."""
+    """loaded: how far its weights and its graphs are, by what they are."""
 
     process: subprocess.Popen[bytes]
     channel: FrontChannel
-    loaded: tuple[int, int] = (0, 0)
+    loaded: dict[str, Loading] = field(default_factory=dict)
 
 
 class Engines:
@@ -116,8 +117,8 @@ class Engines:
             if isinstance(message, Fatal):
                 raise from_wire(message.code, message.message)
             if isinstance(message, Loading) and self.progress is not None:
-                rank.loaded = (message.done, message.total)
-                self.progress(sum(r.loaded[0] for r in self._ranks), sum(r.loaded[1] for r in self._ranks))
+                rank.loaded[message.what] = message
+                self.progress(together([each.loaded for each in self._ranks]))
 
     def kill(self) -> None:
         for rank in self._ranks:
@@ -140,6 +141,13 @@ class Engines:
             return rank.process.wait(self.settings.limits.kill)
         except subprocess.TimeoutExpired:
             return None
+
+
+def together(ranks: Sequence[Mapping[str, Loading]]) -> Loading:
+    """What a group shows of its ranks: the sum of what all of them have begun, weights until the last is past them."""
+    what: Literal["weights", "graphs"] = "graphs" if all("graphs" in rank for rank in ranks) else "weights"
+    told = [rank[what] for rank in ranks if what in rank]
+    return Loading(what, sum(each.done for each in told), sum(each.total for each in told))
 
 
 # Two engines of two threads on two cores ruin each other while libgomp's threads spin for long (p50 of a step at

@@ -10,6 +10,7 @@ import msgspec
 from diptych.cluster.ray_group import Failed, Started, WorkerActor
 from diptych.contract.registry import Registry
 from diptych.contract.wire import WorkerInfo
+from diptych.workers.channel import Loading
 from diptych.workers.settings import WorkerSettings
 
 
@@ -20,7 +21,7 @@ class EchoActor(WorkerActor):
         self._settings = msgspec.msgpack.decode(settings, type=WorkerSettings)
         self._registry = registry
         self._epoch = epoch
-        self._loaded = (0, 0)
+        self._loaded = Loading()
         self._ended = asyncio.Event()
 
     async def start(self) -> bytes:

@@ -11,6 +11,7 @@ from diptych.cluster.supervisor import Supervisor
 from diptych.contract.errors import CapacityExceeded, Internal, ModelUnsupported
 from diptych.contract.limits import Limits
 from diptych.contract.wire import WorkerInfo
+from diptych.workers.channel import Loading
 from tests.cluster.test_registry import info
 
 
@@ -19,7 +20,7 @@ class Life:
 
     def __init__(self, world: World, name: str, epoch: str) -> None:
         self.world, self.name, self.epoch = world, name, epoch
-        self.loaded = (0, 0)
+        self.loaded = Loading()
         self.ended = asyncio.Event()
 
     async def start(self) -> WorkerInfo:

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from diptych.contract.request import Sampling
+from diptych.workers.cache import KVCache, KVLayout
+from diptych.workers.device_runner import DeviceRunner, ladder
 from diptych.workers.model.calibration import Calibration, save
+from diptych.workers.model.config import ModelConfig
+from diptych.workers.model.decoder import Decoder
+from diptych.workers.model.loader import load
+from diptych.workers.sampler import Sampler
 from tests.support.engine import GREEDY, Harness
 
 pytestmark = [
@@ -120,6 +126,29 @@ def test_a_unified_maximum_gives_the_same_tokens(
     again, rows = harness.engine.runner.softmax_counts.tolist()
     assert rows > 0
     assert again == rows if all_again else again < rows
+
+
+def test_captured_sizes_share_the_memory_of_their_logits() -> None:
+    """And their capture is told from the first to the last."""
+    vocab, most = 1 << 17, 64
+    config = ModelConfig.from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "vocab_size": vocab, "max_position_embeddings": 256,
+        }
+    )  # fmt: skip
+    decoder = Decoder(config, load("", config, torch.bfloat16, "cuda", "dummy"))
+    cache = KVCache.of(KVLayout(1, 4, 16, 64, "bfloat16"), 5, "cuda")
+    told: list[tuple[int, int]] = []
+    before = torch.cuda.memory_allocated()
+    runner = DeviceRunner(
+        decoder, cache, Sampler(vocab, "cuda"), most, 256, progress=lambda done, total: told.append((done, total))
+    )
+    kept = torch.cuda.memory_allocated() - before
+    sizes = ladder(most)
+    assert [graph.logits.shape for graph in runner._graphs] == [(size, vocab) for size in sizes]
+    assert kept < sum(sizes) * vocab * 4 // 2
+    assert told == [(done, len(sizes)) for done in range(len(sizes) + 1)]
 
 
 def test_where_the_default_mode_differs_in_bf16_the_margin_was_small(
