@@ -284,8 +284,7 @@ def _compared(
         for cell in cells
     ]  # fmt: skip
     lines = [
-        {"of": what, "a": names[a], "b": names[b], "at": found}
-        for what, (a, b), found in lines_crossing(cells, len(names))
+        {"of": what, "a": names[a], "b": names[b], "at": found} for what, (a, b), found in lines_crossing(cells, names)
     ]
     return {
         "configurations": list(names), "cells": rows, "rounds": rounds, "conclusion": said, "crossings": lines,

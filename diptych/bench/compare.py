@@ -132,7 +132,15 @@ async def compare(
                 found[side] = summary(records, objective)
             cell.add([found[side] for side in range(len(sides))])
             for side, values in found.items():
-                told({"configuration": names[side], "load": str(cell.load), "round": turn + 1, **values})
+                told(
+                    {
+                        "configuration": names[side],
+                        "workload": cell.workload,
+                        "load": str(cell.load),
+                        "round": turn + 1,
+                        **values,
+                    }
+                )
     return cells
 
 
@@ -144,13 +152,23 @@ def _prompt_share(side: Bench) -> float:
     return prompt / (prompt + new)
 
 
-def crossings(points: Sequence[tuple[float, Cell]], a: int, b: int) -> dict[str, list[float]]:
-    """For each metric where the medians of two sides cross. points: (level or share, cell)."""
+def crossings(
+    points: Sequence[tuple[float, Cell]], names: Sequence[str], pair: tuple[int, int]
+) -> dict[str, list[float]]:
+    """For each metric where the medians of two sides cross. points: (level or share, cell). A crossing counts only
+    between points of which one shows a difference beyond chance: any two lines that are alike cross somewhere."""
     ordered = sorted(((x, cell) for x, cell in points if cell.rounds), key=lambda point: point[0])
-    found = {}
+    at, found = pairs_of(len(names)).index(pair), {}
     for name in ordered[0][1].names() if ordered else ():
         usable = [(x, cell) for x, cell in ordered if name in cell.names()]
-        lines = [[statistics.median(cell.values(name, side)) for _, cell in usable] for side in (a, b)]
-        if where := crossing([x for x, _ in usable], *lines):
+        lines = [[statistics.median(cell.values(name, side)) for _, cell in usable] for side in pair]
+        sure = [x for x, cell in usable if cell.verdicts(names)[name]["pairs"][at]["better"]]
+        xs = [x for x, _ in usable]
+        where = [place for place in crossing(xs, *lines) if {*_around(xs, place)} & {*sure}]
+        if where:
             found[name] = [round(x, 3) for x in where]
     return found
+
+
+def _around(xs: Sequence[float], place: float) -> tuple[float, float]:
+    return max(x for x in xs if x <= place), min(x for x in xs if x >= place)

@@ -45,7 +45,7 @@ def _winners(row: dict[str, Any]) -> set[str]:
 
 
 def _crossings(cells: Sequence[Cell], names: Sequence[str]) -> Iterator[str]:
-    for what, (a, b), found in lines_crossing(cells, len(names)):
+    for what, (a, b), found in lines_crossing(cells, names):
         for name, places in found.items():
             at = ", ".join(f"{place:g}" for place in places)
             yield f"{what}: the lines of {name} of {names[a]} and {names[b]} cross at {at}."
@@ -54,15 +54,15 @@ def _crossings(cells: Sequence[Cell], names: Sequence[str]) -> Iterator[str]:
 Crossing = tuple[str, tuple[int, int], dict[str, list[float]]]
 
 
-def lines_crossing(cells: Sequence[Cell], sides: int) -> Iterator[Crossing]:
+def lines_crossing(cells: Sequence[Cell], names: Sequence[str]) -> Iterator[Crossing]:
     """(of what, the two sides, by metric the places): by load of each workload, by share of each load."""
     measured = [cell for cell in cells if cell.rounds]
-    for pair in pairs_of(sides):
+    for pair in pairs_of(len(names)):
         for workload in dict.fromkeys(cell.workload for cell in measured):
             points = [(cell.load.level, cell) for cell in measured if cell.workload == workload]
-            if found := crossings(points, *pair):
+            if found := crossings(points, names, pair):
                 yield f"{workload}, by load", pair, found
         for load in dict.fromkeys(str(cell.load) for cell in measured):
             shares = [(cell.share, cell) for cell in measured if str(cell.load) == load]
-            if found := crossings(shares, *pair):
+            if found := crossings(shares, names, pair):
                 yield f"{load}, by the prompt's share of the tokens", pair, found

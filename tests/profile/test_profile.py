@@ -285,11 +285,12 @@ def test_the_peak_of_real_weights_is_predicted(engine: str, demo_model: Path, tm
 def test_table_six(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole generations of both engines, the published ones beside them."""
     monkeypatch.setattr(table6, "PROMPT", 64)
-    monkeypatch.setattr(table6, "NEW", 12)
+    monkeypatch.setattr(table6, "NEW", 8)
+    monkeypatch.setattr(table6, "ROUNDS", 1)
     assert main(["profile", str(tiny), "--context", "8", "--new", "2", "--rounds", "2", "--show", "table6"]) == 0
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])["table6"]
-    assert (found["prompt"], found["new"], found["batch"]) == (64, 12, 1)
+    assert (found["prompt"], found["new"], found["batch"]) == (64, 8, 1)
     assert [row["engine"] for row in found["rows"]] == ["diptych", "transformers"]
     assert all(row["tokens_s"] > 0 for row in found["rows"])
     assert "vLLM 90" in out
