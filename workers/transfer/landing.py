@@ -8,7 +8,7 @@ late piece of a closed landing is read off the wire into the link's staging and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from threading import Lock
+from threading import Condition, Lock
 from time import monotonic_ns
 
 import torch
@@ -19,6 +19,8 @@ from diptych.kernels.pack import unpack_tokens
 from diptych.workers.cache import KVCache
 from diptych.workers.transfer.events import Stats
 from diptych.workers.transfer.plan import Route
+
+REMEMBERED = 4096  # closed keys: what still comes for one of them is not waited with
 
 
 class _Part:
@@ -117,24 +119,31 @@ class Landings:
     """All open landings of an engine, by key. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._changed = Condition()
         self._by_key: dict[Key, Landing] = {}
+        self._closed: dict[Key, None] = {}  # the last ones, oldest first
 
     def open(self, landing: Landing) -> None:
-        with self._lock:
+        with self._changed:
             self._by_key[landing.key] = landing
+            self._closed.pop(landing.key, None)
+            self._changed.notify_all()
 
-    def find(self, key: Key) -> Landing | None:
-        with self._lock:
+    def find(self, key: Key, limit: float = 0.0) -> Landing | None:
+        """limit: seconds to wait for one that was neither opened nor closed yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._by_key or key in self._closed, limit)
             return self._by_key.get(key)
 
     def close(self, key: Key, unless_begun: bool = False) -> bool:
         """Closes and forgets it; True as well when there is none."""
         landing = self.find(key)
-        if landing is None:
-            return True
-        if not landing.close(unless_begun):
+        if landing is not None and not landing.close(unless_begun):
             return False
-        with self._lock:
+        with self._changed:
             self._by_key.pop(key, None)
+            self._closed[key] = None
+            if len(self._closed) > REMEMBERED:
+                del self._closed[next(iter(self._closed))]
+            self._changed.notify_all()
         return True

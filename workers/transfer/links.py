@@ -188,6 +188,7 @@ class Links:
     def expect(self, key: Key, sender: str, blocks: list[int], held: int, total: int) -> None:
         """Opens a sequence's granted blocks to its prefill worker's links."""
         if sender not in self._sources:
+            self.landings.close(key)
             self.post(Forsaken(key, Failure.of(PrefillLost(f"There is no link from prefill worker {sender}."))))
             return
         found = routes(self.kv_heads, self._sources[sender].tensor, self.grid.tensor)
