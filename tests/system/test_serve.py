@@ -145,7 +145,7 @@ async def test_colocated_workers_answer_alike(demo_model: Path, tmp_path: Path) 
 @pytest.mark.parametrize("ray", ["none", pytest.param("local", marks=[pytest.mark.ray, pytest.mark.slow])])
 @pytest.mark.parametrize(
     ("file", "content", "word"),
-    [("config.json", {"hidden_act": "mish"}, "mish"), ("tokenizer.json", {"added_tokens": None}, "tokenizer")],
+    [("config.json", {"intermediate_size": 1000}, "mlp"), ("tokenizer.json", {"added_tokens": None}, "tokenizer")],
 )
 async def test_what_only_a_worker_or_the_router_can_refuse(
     demo_model: Path, tmp_path: Path, ray: str, file: str, content: dict[str, object], word: str

@@ -95,7 +95,7 @@ def _write(path: Path, content: bytes) -> None:
         (holding(WEIGHTS, "not safetensors at all"), "model.safetensors is damaged"),
         (changed("config.json", architectures=["GPT2LMHeadModel"]), "names GPT2LMHeadModel; supported are"),
         (holding("tokenizer.json", "[]"), "tokenizer.json"),
-        slow(changed("config.json", attn_logit_softcapping=30.0), "attn_logit_softcapping"),
+        (changed("config.json", attn_logit_softcapping=30.0), "attn_logit_softcapping"),
         slow(changed("config.json", intermediate_size=1000), "config.json asks for"),
         slow(changed("config.json", num_hidden_layers=29), "which no layer of this model uses"),
     ],
