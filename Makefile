@@ -7,6 +7,9 @@ CONSTRAINTS ?= constraints-cpu.txt
 BIN := .venv/bin
 READY := .venv/.ready
 PYTEST := timeout 2400 $(BIN)/python -m pytest
+# One process of tests leaves half of two cores idle. A file's tests stay in one, as what they share does. For one process,
+# which is easier to read along: make test SPREAD=
+SPREAD ?= -n 2 --dist loadfile
 
 .PHONY: demo test test-gpu test-slow lint types format proto bench-cpu clean
 
@@ -21,7 +24,7 @@ demo: $(READY)
 	$(BIN)/diptych demo
 
 test: $(READY)
-	$(PYTEST) -m 'not gpu and not slow'
+	$(PYTEST) $(SPREAD) -m 'not gpu and not slow'
 
 test-slow: $(READY)
 	$(PYTEST) -m 'slow and not gpu'

@@ -10,6 +10,10 @@ from pathlib import Path
 # (a decode step of 400 ms instead of 60).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+# Where another process runs tests beside this one, a core is each one's share.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

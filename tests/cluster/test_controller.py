@@ -51,13 +51,14 @@ def cluster() -> Iterator[RayCluster]:
     """Its actors are classes of these tests, which Ray's workers must find from whatever folder they run in."""
     with ray_lock(), bystander() as other, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
+        before = set(descendants(os.getpid()))  # services that other tests of this process share, too
         cluster = connect("local", cpus=4, gpus=2)
-        members = [pid for pid in descendants(os.getpid()) if pid != other]
+        members = [pid for pid in descendants(os.getpid()) if pid not in before]
         assert len(members) > 3
         try:
             yield cluster
         finally:
-            members = sorted({*members, *descendants(os.getpid())} - {other})
+            members = sorted({*members, *descendants(os.getpid())} - before)
             cluster.stop()
         assert alive(other)
         assert [pid for pid in members if alive(pid)] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,16 @@ def test_the_same_64_tokens_alone_and_together(ours: Decoder, theirs: Any, token
     assert excused <= 0.01 * _COUNT * len(prompts)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """However many cores this process has: bits must not depend on where the work is split."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_logits_bitwise_alone_or_together(ours: Decoder) -> None:
     prompts = [_USUAL, _ONCE, list(range(100, 180)), [1]]
     together = Driver(ours).greedy_logits(prompts, 4)
@@ -92,6 +102,7 @@ def test_logits_bitwise_alone_or_together(ours: Decoder) -> None:
         assert all(torch.equal(a, b) for a, b in zip(alone, rows, strict=True))
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("chunk", [1, 7, 61, 333])
 def test_decode_bitwise_beside_a_prompt(ours: Decoder, chunk: int) -> None:
     """A chunk of another's prompt in the same step makes every tensor larger and splits work over threads elsewhere."""
