@@ -11,7 +11,8 @@ from diptych.contract.errors import ConfigInvalid
 
 def devices(gpus: int, **prefill: object) -> list[str]:
     tree = {"model": "m", "prefill": {"count": 2, "device": "cuda"} | prefill, "decode": {"device": "cuda"}}
-    tree["engine"] = {"dtype": "float32", "transport": "gloo"}  # so that prefill may be on a CPU
+    if prefill.get("device") == "cpu":  # what both sides must then share
+        tree["engine"] = {"dtype": "float32", "transport": "gloo"}
     return [group.settings.device for group in spread(validate(tree).groups(), gpus)]
 
 
